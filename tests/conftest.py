@@ -1,0 +1,36 @@
+"""What every test shares: shapes checked at run time, poisoned fresh memory, one small real model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from jaxtyping import install_import_hook
+
+# Before anything imports qevict: every annotated shape and type of the package is checked in the whole run.
+install_import_hook("qevict", "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+# torch.empty comes filled with NaN, so that output that nobody wrote shows.
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in float32, eval mode, and its tokenizer; treat both as read-only."""
+    from qevict import models
+
+    try:
+        return models.load("smollm2-135m", dtype=torch.float32)
+    except models.ModelNotFoundError as error:
+        pytest.skip(f"the default model cannot be had here: {error}")
