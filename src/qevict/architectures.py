@@ -175,8 +175,8 @@ def managed_layers(architecture: Architecture, total_tokens: int | None = None) 
     windows = [window for window in architecture.sliding_windows if window is not None]
     hint = f" (window {max(windows)}, {total_tokens or 'an unknown number of'} tokens announced)" if windows else ""
     raise ValueError(
-        f"qevict has no layer to manage in this {architecture.model_type} model: its layers are {kinds}{hint}, and only "
-        "full-attention layers, or sliding ones with a window as long as everything announced, can be managed."
+        f"qevict has no layer to manage in this {architecture.model_type} model: its layers are {kinds}{hint}, and "
+        "only full-attention layers, or sliding ones with a window as long as everything announced, can be managed."
     )
 
 
