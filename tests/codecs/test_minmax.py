@@ -145,7 +145,9 @@ def test_windows_are_decoded_in_place_from_a_larger_buffer() -> None:
 def test_codes_carry_no_gradient() -> None:
     keys, values = random_windows(WindowShape(2, 8, 60))
     packed = MinMaxCodec().encode(keys, values)
-    assert torch.equal(MinMaxCodec().encode(keys.requires_grad_(), values.requires_grad_()), packed)
+    tracked = MinMaxCodec().encode(keys.requires_grad_(), values.requires_grad_())
+    assert torch.equal(tracked, packed)
+    assert not any(x.requires_grad for x in MinMaxCodec().decode(tracked, WindowShape(2, 8, 60)))
 
 
 def test_negative_zero_is_zero() -> None:

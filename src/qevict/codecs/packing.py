@@ -69,11 +69,6 @@ def _plane_bytes(length: int, width: int) -> int:
     return -(-length * width // 8)
 
 
-def _shifts(width: int, device: torch.device) -> UInt8[Tensor, " per_byte"]:
-    """How far each element of a byte is shifted up: 0, width, 2 * width, ..."""
-    return torch.arange(0, 8, width, dtype=torch.uint8, device=device)
-
-
 def _pack_plane(codes: UInt8[Tensor, "*rows length"], width: int) -> UInt8[Tensor, "*rows bytes"]:
     """Pack the low `width` bits (1, 2, 4 or 8) of each code."""
     if width == 8:
@@ -81,12 +76,15 @@ def _pack_plane(codes: UInt8[Tensor, "*rows length"], width: int) -> UInt8[Tenso
     length, per_byte = codes.shape[-1], 8 // width
     nbytes = _plane_bytes(length, width)
     codes = torch.nn.functional.pad(codes & (1 << width) - 1, (0, nbytes * per_byte - length))
-    elements = codes.reshape(*codes.shape[:-1], nbytes, per_byte) << _shifts(width, codes.device)
-    return elements.sum(-1, dtype=torch.uint8)  # elements of a byte share no bits: their sum is their union
+    elements = codes.reshape(*codes.shape[:-1], nbytes, per_byte).unbind(-1)
+    plane = elements[0]
+    for place, element in enumerate(elements[1:], start=1):
+        plane = plane | element << place * width
+    return plane
 
 
 def _unpack_plane(plane: UInt8[Tensor, "*rows bytes"], width: int, length: int) -> UInt8[Tensor, "*rows length"]:
     if width == 8:
         return plane
-    elements = plane.unsqueeze(-1) >> _shifts(width, plane.device) & (1 << width) - 1
+    elements = torch.stack([plane >> shift & (1 << width) - 1 for shift in range(0, 8, width)], dim=-1)
     return elements.flatten(-2)[..., :length]
