@@ -2,4 +2,11 @@
 
 from __future__ import annotations
 
+from qevict.attention import attach
+from qevict.budget import MemoryReport
+from qevict.cache import QEvictCache
+from qevict.config import Budget, QEvictConfig
+
 __version__ = "0.1.0"
+
+__all__ = ["Budget", "MemoryReport", "QEvictCache", "QEvictConfig", "attach"]

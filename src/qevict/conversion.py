@@ -67,7 +67,9 @@ def gguf_tokenizer(gguf_file: Path) -> Any:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = [t for t, kind in zip(tokens, read("tokenizer.ggml.token_type"), strict=True) if kind == TokenType.CONTROL]
+    control = [
+        t for t, kind in zip(tokens, read("tokenizer.ggml.token_type"), strict=True) if kind == TokenType.CONTROL
+    ]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
 
     def token(name: str) -> str:
@@ -93,7 +95,9 @@ def _dequantized_model(gguf_file: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     # Newer releases may keep the weights in GGUF blocks unless they are told not to; older ones never do.
-    unpack = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    unpack = (
+        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    )
     loaded = AutoModelForCausalLM.from_pretrained(
         gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32, **unpack
     )

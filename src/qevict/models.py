@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -148,8 +149,8 @@ def _convert(gguf_file: Path, folder: Path) -> None:
             f"Converting {DEFAULT_MODEL!r} for the first time needs {' and '.join(missing)}: "
             "run `pip install 'qevict[gguf]'`, or pass the path of a local model folder."
         )
-    print(f"Converting {DEFAULT_MODEL} once, about 20 seconds; kept in {folder.parent}", file=sys.stderr, flush=True)
-    with _quiet():
+    print(f"Converting {DEFAULT_MODEL} once, about half a minute; kept in {folder.parent}", file=sys.stderr, flush=True)
+    with _quiet(), redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar heeds no setting
         convert_gguf(gguf_file, folder)
 
 

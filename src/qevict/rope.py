@@ -44,8 +44,6 @@ class Rope:
         layout: Layout = "half",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if layout not in get_args(Layout):
-            raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, not {layout}.")
         self.inv_freq = inv_freq.detach().to(torch.float32, copy=True)
         self.scaling = scaling
         self.layout = layout

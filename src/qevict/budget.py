@@ -1,0 +1,234 @@
+"""From bytes to capacities (Eq. 3), and what is really held (Eq. 8).
+
+A *lane* is what is ranked and stored together: one batch row of one layer, or with granularity "kv_head" one KV head of
+it. Every lane of a row has the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from qevict.codecs import WindowShape
+from qevict.config import QEvictConfig
+from qevict.geometry import KVGeometry
+
+SCORE_BYTES = 8
+"""Bytes of a window's score: its ranking state and the mass since the last event, float32 each."""
+SLOT_BYTES = 4 + SCORE_BYTES
+"""Bytes of metadata of a slot: its window number (int32), from which the positions follow, and its score."""
+_ALIGNMENT = 8  # a lane's arena is viewed in elements of up to four bytes
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Capacities of one lane, derived from its share of the budget.
+
+    Attributes:
+        tokens: S, the tokens that the budget was derived from; None where the budget is absolute and S unknown.
+        budget_bytes: the lane's share of the budget.
+        token_bytes: bytes of one full-precision token in the lane.
+        sink_tokens, recent_tokens: the protected region between routing events at its smallest.
+        protected_slots: tokens that the protected storage has room for (the recent region's growth included).
+        charged_tokens: tokens of the protected region that the budget was charged with.
+        recent_windows: windows that the protected storage can touch, each with a score.
+        full_bytes, code_bytes: bytes of one window in either form, without its metadata.
+        max_full, max_codes: slots of either kind. For "split" these are K_f and, dormant extras aside, K_q.
+        full_capacity, code_capacity: K_f and K_q of Eq. 3, metadata included in M_f and M_q.
+        arena_bytes: bytes that full slots (from the front) and code slots (from the back) share.
+    """
+
+    tokens: int | None
+    budget_bytes: int
+    token_bytes: int
+    sink_tokens: int
+    recent_tokens: int
+    protected_slots: int
+    charged_tokens: int
+    recent_windows: int
+    full_bytes: int
+    code_bytes: int
+    max_full: int
+    max_codes: int
+    full_capacity: int
+    code_capacity: int
+    arena_bytes: int
+
+    @property
+    def history_bytes(self) -> int:
+        """B_hist: what the charged part of the protected region leaves of the budget."""
+        return self.budget_bytes - protected_bytes(self.charged_tokens, self.sink_tokens, self.token_bytes, self.window)
+
+    @property
+    def window(self) -> int:
+        """Omega."""
+        return self.full_bytes // self.token_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the lane's storages take, used or not."""
+        return (
+            self.protected_slots * self.token_bytes
+            + self.recent_windows * SCORE_BYTES
+            + (self.max_full + self.max_codes) * SLOT_BYTES
+            + self.arena_bytes
+        )
+
+
+def protected_bytes(tokens: int, sink_tokens: int, token_bytes: int, window: int) -> int:
+    """Bytes of `tokens` protected tokens and the scores of the windows among them."""
+    return tokens * token_bytes + _windows(tokens - sink_tokens, window) * SCORE_BYTES
+
+
+def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -> TierPlan:
+    """The capacities of every lane of a row.
+
+    Args:
+        tokens: S, prompt plus announced new tokens of the row, padding left out; None if it is not known, which an
+            absolute budget allows.
+
+    Raises:
+        ValueError: if the budget is a fraction and `tokens` is None, or if it cannot hold the protected tokens.
+    """
+    lanes = geometry.kv_heads if config.granularity == "kv_head" else 1
+    heads = geometry.kv_heads // lanes
+    token_bytes = geometry.token_bytes // lanes
+    window = config.window_size
+    budget = row_bytes(config, geometry, tokens) // (geometry.layers * lanes)
+
+    recent = config.recent_tokens
+    if isinstance(recent, float):
+        recent = max(1, int(recent * budget) // token_bytes)
+    # After an event the recent region holds up to window - 1 tokens of a window that is not complete, and until the
+    # next event is carried out (at the start of an update) another `interval` tokens arrive.
+    slots = config.sink_tokens + recent + window - 1 + config.interval
+    charged = slots if config.reserve_growth else config.sink_tokens + recent
+    if tokens is not None and tokens <= charged:
+        slots = charged = tokens
+    cost = protected_bytes(charged, config.sink_tokens, token_bytes, window)
+    if cost > budget:
+        scale = geometry.layers * lanes
+        raise ValueError(
+            f"a budget of {budget * scale:,} bytes cannot hold the {charged} protected tokens (sinks, recent tokens and "
+            f"their growth between routing events), which take {cost * scale:,} bytes; raise the budget or lower "
+            "sink_tokens, recent_tokens, window_size or routing_interval"
+        )
+
+    history = budget - cost
+    full_bytes = window * token_bytes
+    code_bytes = config.codec_object().layout(WindowShape(heads, window, geometry.head_dim)).nbytes
+    q = config.quantized_fraction
+    full_capacity = int((1 - q) * history / (full_bytes + SLOT_BYTES))
+    code_capacity = int(q * history / (code_bytes + SLOT_BYTES))
+    if config.allocation == "split":
+        max_full = full_capacity
+        # Dormant extras belong to promoted windows, of which there are at most K_f (and none without a code tier).
+        extra = full_capacity if config.dormant == "extra" and code_capacity else 0
+        max_codes = code_capacity + extra
+        arena = max_full * full_bytes + max_codes * code_bytes
+    else:
+        # Codes that are no smaller than the window itself (tiny windows) would never be worth a slot.
+        max_codes = code_capacity if code_bytes < full_bytes else 0
+        max_full = history // (full_bytes + SLOT_BYTES)
+        arena = _aligned(max(0, history - (max_full + max_codes) * SLOT_BYTES), up=False)
+        max_full, max_codes = min(max_full, arena // full_bytes), min(max_codes, arena // code_bytes)
+    return TierPlan(
+        tokens=tokens,
+        budget_bytes=budget,
+        token_bytes=token_bytes,
+        sink_tokens=config.sink_tokens,
+        recent_tokens=recent,
+        protected_slots=slots,
+        charged_tokens=charged,
+        recent_windows=_windows(slots - config.sink_tokens, window),
+        full_bytes=full_bytes,
+        code_bytes=code_bytes,
+        max_full=max_full,
+        max_codes=max_codes,
+        full_capacity=full_capacity,
+        code_capacity=code_capacity,
+        arena_bytes=_aligned(arena, up=True),
+    )
+
+
+def row_bytes(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -> int:
+    """The budget of one row in bytes.
+
+    Raises:
+        ValueError: if the budget is a fraction and `tokens` is None.
+    """
+    limit = config.limit
+    if limit.bytes is not None:
+        return limit.bytes
+    if limit.tokens is not None:
+        return geometry.full_bytes(limit.tokens)
+    assert limit.fraction is not None
+    if tokens is None:
+        raise ValueError(
+            f"a budget of {limit} is a share of prompt + new tokens, so max_new_tokens= has to be given; or give an "
+            "absolute budget, Budget(bytes=...) or Budget(tokens=...)"
+        )
+    return int(limit.fraction * geometry.full_bytes(tokens))
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of a cache, from the storages that it really holds.
+
+    The first seven are Eq. 8's terms: what is in use now. All are bytes of all layers and rows together.
+
+    Attributes:
+        sink, recent: protected tokens (M_sink, M_recent).
+        full: windows in full precision (M_FP), promoted ones included.
+        codes: packed codes (M_Q), dormant ones included.
+        parameters: their scales and offsets (M_quant-meta).
+        position: window numbers, from which positions follow (M_position).
+        ledger: ranking states and masses (M_ledger).
+        reserved: sum of the storages, used or not. This is what a budget limits.
+        budget: what it is limited to; None where there is no limit.
+        full_kv: what an uncompressed cache of S tokens would take (Eq. 7).
+        unmanaged: layers that keep Transformers' own cache (sliding windows); outside the budget.
+        workspace: kept outside the budget: rotary tables, and tokens of a draft that is not accepted yet.
+    """
+
+    sink: int = 0
+    recent: int = 0
+    full: int = 0
+    codes: int = 0
+    parameters: int = 0
+    position: int = 0
+    ledger: int = 0
+    reserved: int = 0
+    budget: int | None = None
+    full_kv: int = 0
+    unmanaged: int = 0
+    workspace: int = 0
+
+    @property
+    def used(self) -> int:
+        """M_QEvict (Eq. 8): the sum of the terms in use."""
+        return self.sink + self.recent + self.full + self.codes + self.parameters + self.position + self.ledger
+
+    @property
+    def ratio(self) -> float:
+        """Reserved bytes as a share of full KV's: the measured compression ratio."""
+        return self.reserved / self.full_kv if self.full_kv else 0.0
+
+    @property
+    def overshoot(self) -> int:
+        """Bytes by which the reserved storages exceed the budget; 0 under the default policy."""
+        return 0 if self.budget is None else max(0, self.reserved - self.budget)
+
+    def __add__(self, other: MemoryReport) -> MemoryReport:
+        def added(name: str) -> int | None:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return None if mine is None and theirs is None else (mine or 0) + (theirs or 0)
+
+        return MemoryReport(**{f.name: added(f.name) for f in fields(self)})  # type: ignore[arg-type]
+
+
+def _windows(tokens: int, window: int) -> int:
+    return -(-max(0, tokens) // window)
+
+
+def _aligned(size: int, up: bool) -> int:
+    return (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT if up else size // _ALIGNMENT * _ALIGNMENT

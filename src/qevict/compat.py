@@ -1,0 +1,25 @@
+"""The one place that knows the differences between Transformers releases (5.2 to 5.24) where a caller meets them.
+
+The cache layers' own bridging is in their signatures: `get_mask_sizes` takes a length or cache positions, `get_max_length`
+has its older name beside it, `crop` takes both of its meanings, and `update` ignores what else it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+"""The name under which models and `generate` take a cache."""
+
+
+def cache_argument(cache: Cache) -> dict[str, Any]:
+    """Keyword arguments that hand `cache` to a model or to `generate`."""
+    return {CACHE_ARGUMENT: cache}

@@ -1,0 +1,156 @@
+"""Attention over the tiers in plain torch: slow, obvious, and the definition that other kernels are tested against.
+
+Besides the output, attention yields the window masses of Eq. 1: for every query, the probability that falls on each
+window, averaged over the query heads of the lane. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from qevict.codecs import Codec, WindowShape
+from qevict.rope import Rope
+
+_BLOCK_ELEMENTS = 1 << 24
+"""Most attention probabilities held at once (64 MiB of float32)."""
+
+
+class TierView(NamedTuple):
+    """What one layer's cohort holds, as its storages lie in memory, and the tokens of the current forward.
+
+    Attributes:
+        local_keys, local_values: sinks, recent tokens and, last, the new tokens; keys rotated.
+        full_keys, full_values: full-precision windows, keys rotated; strided views of the arena.
+        full_present: which full slots hold a window.
+        packed: code slots; keys not rotated.
+        code_present: which code slots take part in attention (neither empty nor dormant).
+        code_positions: position of the first token of the window in each code slot.
+        codec, rope: how to read `packed`, and how to rotate its keys.
+        sinks: tokens at the start of the local ones that belong to no window.
+    """
+
+    local_keys: Float[Tensor, "lanes heads local dim"]
+    local_values: Float[Tensor, "lanes heads local dim"]
+    full_keys: Float[Tensor, "lanes full heads tokens dim"]
+    full_values: Float[Tensor, "lanes full heads tokens dim"]
+    full_present: Bool[Tensor, "lanes full"]
+    packed: UInt8[Tensor, "lanes codes bytes"]
+    code_present: Bool[Tensor, "lanes codes"]
+    code_positions: Int[Tensor, "lanes codes"]
+    codec: Codec
+    rope: Rope
+    sinks: int
+
+
+class Attended(NamedTuple):
+    """Attention output, and the masses of full windows, code windows and local windows, in this order.
+
+    `mass` has one row for each query, or a single row with their sum.
+    """
+
+    output: Float[Tensor, "lanes heads group queries dim"]
+    mass: Float[Tensor, "lanes steps columns"]
+
+
+def attend(
+    query: Float[Tensor, "lanes heads group queries dim"], view: TierView, scaling: float, count_last: int | None = None
+) -> Attended:
+    """Exact attention of the new tokens over everything that the view holds.
+
+    The last `queries` local tokens are the new ones: query j sees local tokens up to its own.
+
+    Args:
+        query: rotated queries; `group` query heads share one KV head.
+        scaling: factor on the logits.
+        count_last: None gives the masses of every query apart; n gives the sum over the last n queries.
+
+    Returns:
+        The output in the query's dtype, the masses in float32. Local windows start behind the sinks; the last may be
+        partly filled.
+    """
+    lanes, heads, _, queries, dim = query.shape
+    window = view.full_keys.shape[3]
+    full_keys, full_values = _flat(view.full_keys), _flat(view.full_values)
+    code_keys, code_values = _decoded(view, WindowShape(heads, window, dim))
+    keys = torch.cat([full_keys, code_keys, view.local_keys.float()], dim=2)
+    values = torch.cat([full_values, code_values, view.local_values.float()], dim=2)
+    history = full_keys.shape[2] + code_keys.shape[2]
+    present = torch.cat([view.full_present, view.code_present], dim=1).repeat_interleave(window, dim=1)
+    if not bool(present.all()):
+        # Empty slots hold arbitrary bytes: their values must not meet a weight of zero as infinities.
+        values[:, :, :history].masked_fill_(~present[:, None, :, None], 0.0)
+    mask = torch.zeros(lanes, 1, 1, 1, keys.shape[2], dtype=torch.bool, device=query.device)
+    mask[:, 0, 0, 0, :history] = ~present
+    local_index = torch.arange(view.local_keys.shape[2], device=query.device)
+
+    outputs, masses = [], []
+    block = max(1, _BLOCK_ELEMENTS // (query[:, :, :, 0, 0].numel() * keys.shape[2]))
+    for start in range(0, queries, block):
+        stop = min(start + block, queries)
+        logits = torch.einsum("nhgqd,nhtd->nhgqt", query[:, :, :, start:stop].float(), keys) * scaling
+        last_seen = len(local_index) - queries + torch.arange(start, stop, device=query.device)
+        future = torch.cat([mask.new_zeros(stop - start, history), local_index > last_seen[:, None]], dim=1)
+        weights = logits.masked_fill_(mask | future, -torch.inf).softmax(dim=-1)
+        outputs.append(torch.einsum("nhgqt,nhtd->nhgqd", weights, values).to(query.dtype))
+        if count_last is not None:
+            weights = weights[:, :, :, max(0, queries - count_last - start) :]
+        mass = _window_mass(weights.mean(dim=(1, 2)), history, window, view.sinks)
+        masses.append(mass if count_last is None else mass.sum(dim=1, keepdim=True))
+    joined = torch.cat(masses, dim=1)
+    return Attended(torch.cat(outputs, dim=3), joined if count_last is None else joined.sum(dim=1, keepdim=True))
+
+
+def prompt_mass(
+    query: Float[Tensor, "lanes heads group tokens dim"],
+    keys: Float[Tensor, "lanes heads tokens dim"],
+    scaling: float,
+    count_last: int | None,
+) -> Float[Tensor, "lanes tokens"]:
+    """Causal attention mass that each token receives from the last `count_last` queries (None: from all).
+
+    The column sums of the attention matrix, averaged over the lane's query heads, computed blockwise.
+    """
+    tokens = query.shape[3]
+    total = torch.zeros(query.shape[0], tokens, device=query.device)
+    first = 0 if count_last is None else max(0, tokens - count_last)
+    float_keys = keys.float()
+    block = max(1, _BLOCK_ELEMENTS // (query[:, :, :, 0, 0].numel() * tokens))
+    for start in range(first, tokens, block):
+        stop = min(start + block, tokens)
+        seen = float_keys[:, :, :stop]
+        logits = torch.einsum("nhgqd,nhtd->nhgqt", query[:, :, :, start:stop].float(), seen) * scaling
+        positions = torch.arange(stop, device=query.device)
+        weights = logits.masked_fill_(positions > positions[start:, None], -torch.inf).softmax(dim=-1)
+        total[:, :stop] += weights.mean(dim=(1, 2)).sum(dim=1)
+    return total
+
+
+def window_sums(tokens: Float[Tensor, "*rows tokens"], window: int) -> Float[Tensor, "*rows windows"]:
+    """Sums over consecutive windows; the last window may be partly filled."""
+    windows = -(-tokens.shape[-1] // window)
+    padding = windows * window - tokens.shape[-1]
+    return torch.nn.functional.pad(tokens, (0, padding)).unflatten(-1, (windows, window)).sum(dim=-1)
+
+
+def _flat(windows: Float[Tensor, "lanes windows heads tokens dim"]) -> Float[Tensor, "lanes heads all dim"]:
+    return windows.float().transpose(1, 2).flatten(2, 3)
+
+
+def _decoded(
+    view: TierView, shape: WindowShape
+) -> tuple[Float[Tensor, "lanes heads all dim"], Float[Tensor, "lanes heads all dim"]]:
+    keys, values = view.codec.decode(view.packed, shape)
+    positions = view.code_positions[:, :, None] + torch.arange(shape.tokens, device=keys.device)
+    # Empty slots have no position of their own; any valid one will do.
+    return _flat(view.rope.rotate(keys, positions.clamp(min=0)[:, :, None])), _flat(values)
+
+
+def _window_mass(
+    weights: Float[Tensor, "lanes queries tokens"], history: int, window: int, sinks: int
+) -> Float[Tensor, "lanes queries columns"]:
+    past, local = weights[..., :history], weights[..., history + sinks :]
+    return torch.cat([window_sums(past, window), window_sums(local, window)], dim=-1)

@@ -1,0 +1,368 @@
+"""TierStore: everything that one layer keeps of the rows of one cohort. Nobody else touches tier storage.
+
+A *cohort* is the rows of a batch that have seen equally many tokens: they share a plan, age windows and route in
+lockstep, so their storage is rectangular. Each row is one lane, or one lane for each KV head.
+
+Tokens of a lane are numbered from 0, padding left out. The first `sink_tokens` are sinks; the others form windows of
+`window_size` tokens. Windows whose tokens have all left the recent region are *aged*: they are in the arena or evicted.
+
+The last forward stays *pending* until the next one (or until it is cropped): its attention masses do not count yet.
+Settling it adds them to the scores and, when a routing event is due, routes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qevict.arena import Arena
+from qevict.budget import SCORE_BYTES, MemoryReport, TierPlan
+from qevict.codecs import WindowShape
+from qevict.config import QEvictConfig
+from qevict.kernels.reference import TierView, prompt_mass, window_sums
+from qevict.migration import Aged, Moves, candidates, carry_out
+from qevict.rope import Rope
+from qevict.routing import EVICTED, FULL, QUANTIZED, Candidates, route_coverage, route_split
+
+
+@dataclass
+class Pending:
+    """The last forward, not settled yet.
+
+    Attributes:
+        count: its tokens.
+        mass: `[lanes, steps, columns]`, one row for each of its queries or a single one with their sum; columns are
+            full slots, code slots and local windows in use. None for a first forward.
+        prompt: `[lanes, heads, group, tokens, dim]` queries of a first forward, whose masses are computed when it is
+            settled, or `[lanes, tokens]` masses that a `prompt_scorer` gave. None for later forwards.
+        scaling: factor on the logits of `prompt`.
+        keys, values: its tokens where the protected storage has no room for them, else None.
+    """
+
+    count: int
+    mass: Tensor | None = None
+    prompt: Tensor | None = None
+    scaling: float = 1.0
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def first(self, count: int) -> Pending:
+        """The forward without its tokens from `count` on."""
+        prompt = self.prompt
+        if prompt is not None:
+            prompt = prompt[:, :count] if prompt.ndim == 2 else prompt[:, :, :, :count]
+        return Pending(
+            count,
+            None if self.mass is None else self.mass[:, :count],
+            prompt,
+            self.scaling,
+            None if self.keys is None else self.keys[:, :, :count],
+            None if self.values is None else self.values[:, :, :count],
+        )
+
+    def take(self, lanes: Int[Tensor, " chosen"]) -> Pending:
+        """The forward of the given lanes."""
+        mass, prompt, keys, values = (
+            None if t is None else t[lanes] for t in (self.mass, self.prompt, self.keys, self.values)
+        )
+        return Pending(self.count, mass, prompt, self.scaling, keys, values)
+
+
+class TierStore:
+    """Storage and bookkeeping of one cohort in one layer.
+
+    Args:
+        plan: capacities of a lane.
+        config: the cache's settings.
+        lanes: rows, times KV heads with granularity "kv_head".
+        heads: KV heads of a lane.
+        rope: the layer's rotary embedding.
+        first_position: `[lanes]` position of each lane's first token.
+        dtype: of full-precision storage.
+    """
+
+    def __init__(
+        self,
+        plan: TierPlan,
+        config: QEvictConfig,
+        lanes: int,
+        heads: int,
+        head_dim: int,
+        rope: Rope,
+        first_position: Int[Tensor, " lanes"],
+        dtype: torch.dtype,
+    ) -> None:
+        device = first_position.device
+        self.plan, self.config, self.rope, self.first_position = plan, config, rope, first_position
+        self.codec, self.ranking = config.codec_object(), config.ranking_object()
+        self.shape = WindowShape(heads, plan.window, head_dim)
+        self.arena = Arena(plan, lanes, heads, head_dim, dtype, device)
+        protected = (lanes, heads, plan.protected_slots, head_dim)
+        self.keys = torch.zeros(protected, dtype=dtype, device=device)
+        self.values = torch.zeros(protected, dtype=dtype, device=device)
+        self.recent_state = torch.zeros(lanes, plan.recent_windows, device=device)
+        self.recent_mass = torch.zeros(lanes, plan.recent_windows, device=device)
+        self.length = 0  # settled and pending tokens of a lane
+        self.aged = 0  # windows that left the recent region
+        self.since_event = 0  # settled tokens since the last routing event
+        self.events = 0
+        self.moves = Moves()
+        self.pending: Pending | None = None
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stored(self) -> int:
+        """Tokens in the protected storage; those of a draft that has no room there are not among them."""
+        spilled = self.pending.count if self.pending is not None and self.pending.keys is not None else 0
+        return self.length - spilled - self.aged * self.plan.window
+
+    def view(self, new_keys: Float[Tensor, "lanes heads new dim"], new_values: Tensor) -> TierView:
+        """What the new tokens attend to, themselves included. Call `settle` first."""
+        arena, used = self.arena, self.stored
+        codes = slice(self.plan.max_codes - arena.code_used, None)
+        full = arena.full_slots()[:, : arena.full_used]
+        window = arena.codes.window[:, codes].long()
+        return TierView(
+            local_keys=torch.cat([self.keys[:, :, :used].to(new_keys.dtype), new_keys], dim=2),
+            local_values=torch.cat([self.values[:, :, :used].to(new_values.dtype), new_values], dim=2),
+            full_keys=full[:, :, 0],
+            full_values=full[:, :, 1],
+            full_present=arena.full.window[:, : arena.full_used] >= 0,
+            packed=arena.code_slots()[:, codes],
+            code_present=window >= 0,
+            code_positions=self._window_zero()[:, None] + window * self.plan.window,
+            codec=self.codec,
+            rope=self.rope,
+            sinks=min(self.plan.sink_tokens, used + new_keys.shape[2]),
+        )
+
+    # -- one forward -----------------------------------------------------------------------------------------------
+
+    def begin(self, prompt: Tensor, keys: Float[Tensor, "lanes heads new dim"], values: Tensor, scaling: float) -> None:
+        """Take in a first forward; see `Pending.prompt`. It stays pending until `settle`."""
+        self.length += keys.shape[2]
+        self.pending = Pending(keys.shape[2], prompt=prompt, scaling=scaling, keys=keys, values=values)
+
+    def append(
+        self,
+        keys: Float[Tensor, "lanes heads new dim"],
+        values: Float[Tensor, "lanes heads new dim"],
+        mass: Float[Tensor, "lanes steps columns"],
+    ) -> None:
+        """Take in a forward that was attended through `view`. It stays pending until `settle`.
+
+        Tokens for which the protected storage has no room are held beside it until then.
+        """
+        count, used = keys.shape[2], self.stored
+        self.length += count
+        if used + count <= self.plan.protected_slots:
+            self.keys[:, :, used : used + count] = keys
+            self.values[:, :, used : used + count] = values
+            self.pending = Pending(count, mass)
+        else:
+            self.pending = Pending(count, mass, keys=keys, values=values)
+
+    def settle(self, coming: int = 0) -> None:
+        """Make the last forward count, before `coming` new tokens are attended; route if an event is due.
+
+        An event is due every `interval` tokens, after a first forward, and earlier where the protected storage has no
+        room left.
+
+        Raises:
+            RuntimeError: if the plan was made for a sequence so short that all of it is protected, and it gets longer.
+        """
+        if self._all_protected and self.length + coming > self.plan.protected_slots:
+            raise RuntimeError(
+                f"the sequence passes the {self.plan.tokens} tokens that its budget was planned for; announce more with "
+                "max_new_tokens=, or call extend(tokens) on the cache first"
+            )
+        pending, used = self.pending, self.stored
+        if pending is None:
+            return
+        self.pending = None
+        self.since_event += pending.count
+        crowded = used + pending.count + coming > self.plan.protected_slots
+        due = pending.keys is not None or self.since_event >= self.config.interval or (crowded and coming > 0)
+        mass = self._mass(pending, due)
+        if not due:
+            self._add_mass(mass)
+            return
+        keys, values = self.keys[:, :, :used], self.values[:, :, :used]
+        if pending.keys is not None and pending.values is not None:
+            keys, values = _joined(keys, pending.keys), _joined(values, pending.values)
+        self._route(keys, values, mass)
+
+    def crop(self, count: int) -> None:
+        """Undo the last `count` tokens of the pending forward, exactly: they never score or age.
+
+        Raises:
+            ValueError: if the last forward had fewer tokens, or is settled already.
+        """
+        available = 0 if self.pending is None else self.pending.count
+        if self.pending is None or count > available:
+            raise ValueError(
+                f"cannot remove {count} tokens: only the last forward's {available} can be undone, older tokens have "
+                "been scored and routed"
+            )
+        self.length -= count
+        self.pending = self.pending.first(available - count) if count < available else None
+
+    # -- rows and plans --------------------------------------------------------------------------------------------
+
+    def take(self, lanes: Int[Tensor, " chosen"]) -> TierStore:
+        """A store of the given lanes, sharing no storage with this one."""
+        other = object.__new__(TierStore)
+        other.__dict__.update(self.__dict__)
+        for name in ("keys", "values", "recent_state", "recent_mass", "first_position"):
+            setattr(other, name, getattr(self, name)[lanes])
+        other.arena = self.arena.take(lanes)
+        other.pending = None if self.pending is None else self.pending.take(lanes)
+        return other
+
+    def replan(self, plan: TierPlan) -> None:
+        """Move into the larger storages of another plan; the windows stay where they are."""
+        old, lanes = self.arena, len(self.first_position)
+        self.arena = Arena(plan, lanes, self.shape.heads, self.shape.head_dim, old.dtype, self.keys.device)
+        self.arena.refill(old)
+        for name in ("keys", "values"):
+            before = getattr(self, name)
+            after = before.new_zeros(*before.shape[:2], plan.protected_slots, before.shape[3])
+            after[:, :, : before.shape[2]] = before
+            setattr(self, name, after)
+        for name in ("recent_state", "recent_mass"):
+            before = getattr(self, name)
+            setattr(self, name, _columns(before, plan.recent_windows))
+        self.plan = plan
+
+    def assignment(self) -> Int[Tensor, "lanes windows"]:
+        """State of every aged window, by window number: FULL, QUANTIZED or EVICTED."""
+        lanes = len(self.first_position)
+        tier = torch.full((lanes, self.aged), EVICTED, device=self.first_position.device)
+        for table, state in ((self.arena.full, FULL), (self.arena.codes, QUANTIZED)):
+            lane, slot = (table.window >= 0).nonzero(as_tuple=True)
+            tier[lane, table.window[lane, slot].long()] = state
+        return tier
+
+    def counts(self) -> tuple[int, int, int]:
+        """Windows in full precision, in codes, and evicted, over all lanes."""
+        tier = self.assignment()
+        return int((tier == FULL).sum()), int((tier == QUANTIZED).sum()), int((tier == EVICTED).sum())
+
+    def memory(self) -> MemoryReport:
+        """Bytes of this store, term by term (Eq. 8)."""
+        full, codes = self.arena.counts()
+        layout = self.codec.layout(self.shape)
+        lanes = len(self.first_position)
+        sinks = min(self.plan.sink_tokens, self.stored)
+        recent = self.stored - sinks
+        pending = self.pending
+        held = pending is not None and pending.keys is not None and pending.values is not None
+        storages = (self.keys, self.values, self.recent_state, self.recent_mass)
+        return MemoryReport(
+            sink=lanes * sinks * self.plan.token_bytes,
+            recent=lanes * recent * self.plan.token_bytes,
+            full=full * self.plan.full_bytes,
+            codes=codes * layout.code_bytes,
+            parameters=codes * layout.parameter_bytes,
+            position=(full + codes) * 4,
+            ledger=(full + codes + lanes * -(-recent // self.plan.window)) * SCORE_BYTES,
+            reserved=self.arena.reserved_bytes() + sum(t.nbytes for t in storages),
+            budget=lanes * self.plan.budget_bytes,
+            workspace=pending.keys.nbytes + pending.values.nbytes if held else 0,  # type: ignore[union-attr]
+        )
+
+    # -- routing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_protected(self) -> bool:
+        """Whether all S tokens fit into the protected storage, so that nothing ever ages."""
+        return self.plan.tokens is not None and self.plan.tokens <= self.plan.protected_slots
+
+    def _window_zero(self) -> Int[Tensor, " lanes"]:
+        """Position of the first token of window 0 in each lane."""
+        return self.first_position + self.plan.sink_tokens
+
+    def _mass(self, pending: Pending, due: bool) -> Float[Tensor, "lanes columns"]:
+        """Masses that the pending forward adds to the scores."""
+        if pending.mass is not None:
+            if self.config.score_steps == "every":
+                return pending.mass.sum(dim=1)
+            return pending.mass[:, -1] if due else torch.zeros_like(pending.mass[:, 0])
+        assert pending.prompt is not None and pending.keys is not None
+        tokens = pending.prompt
+        if tokens.ndim != 2:
+            queries = self.config.prompt_queries
+            tokens = prompt_mass(tokens, pending.keys, pending.scaling, None if queries == "all" else queries)
+        return window_sums(tokens[:, self.plan.sink_tokens :], self.plan.window)
+
+    def _add_mass(self, mass: Float[Tensor, "lanes columns"]) -> Float[Tensor, "lanes local"]:
+        """Add masses to those since the last event; those of all local windows, also unstored ones, are returned."""
+        f, c = self.arena.full_used, self.arena.code_used
+        self.arena.full.mass[:, :f] += mass[:, :f]
+        self.arena.codes.mass[:, self.plan.max_codes - c :] += mass[:, f : f + c]
+        local = mass[:, f + c :]
+        stored = min(local.shape[1], self.recent_mass.shape[1])
+        self.recent_mass[:, :stored] += local[:, :stored]
+        return torch.cat([self.recent_mass[:, :stored], local[:, stored:]], dim=1)
+
+    def _route(
+        self, keys: Float[Tensor, "lanes heads local dim"], values: Tensor, mass: Float[Tensor, "lanes columns"]
+    ) -> None:
+        """A routing event over the arena and the local tokens: rescore, age, reassign (section 4.3)."""
+        local_mass = self._add_mass(mass)
+        for table in (self.arena.full, self.arena.codes):
+            table.state = self.ranking.update(table.state, table.mass)
+            table.mass.zero_()
+        state = self.ranking.update(_columns(self.recent_state, local_mass.shape[1]), local_mass)
+
+        sinks, window = self.plan.sink_tokens, self.plan.window
+        complete = 0 if self._all_protected else (self.length - self.plan.recent_tokens - sinks) // window
+        count = max(0, complete - self.aged)
+        stop = sinks + count * window
+        aged = self._aged(count, keys[:, :, sinks:stop], values[:, :, sinks:stop], state)
+        pool = candidates(self.arena, aged)
+        self.moves += carry_out(self.arena, pool, self._assign(pool), aged, self.codec, self.rope, self._window_zero())
+        for storage, local in ((self.keys, keys), (self.values, values)):
+            kept = torch.cat([local[:, :, :sinks], local[:, :, stop:]], dim=2)
+            storage[:, :, : kept.shape[2]] = kept
+        self.recent_state = _columns(state[:, count:], self.plan.recent_windows)
+        self.recent_mass.zero_()
+        self.aged += count
+        self.since_event = 0
+        self.events += 1
+
+    def _aged(self, count: int, keys: Tensor, values: Tensor, state: Float[Tensor, "lanes local"]) -> Aged:
+        """The `count` windows that leave the recent region."""
+        number = torch.arange(self.aged, self.aged + count, device=keys.device)
+        windows = [t.unflatten(2, (count, self.plan.window)).transpose(1, 2) for t in (keys, values)]
+        scores = self.ranking.from_keys(windows[0]) if self.ranking.uses_keys else state[:, :count]
+        return Aged(number, windows[0], windows[1], scores)
+
+    def _assign(self, pool: Candidates) -> Int[Tensor, "lanes columns"]:
+        """The new state of every candidate."""
+        plan, promotion = self.plan, self.config.promotion
+        if self.config.allocation == "split":
+            extra = self.config.dormant == "extra"
+            return route_split(pool, plan.full_capacity, plan.code_capacity, promotion=promotion, dormant_extra=extra)
+        return route_coverage(
+            pool,
+            plan.arena_bytes,
+            plan.full_bytes,
+            plan.code_bytes,
+            plan.max_full,
+            plan.max_codes,
+            promotion=promotion,
+        )
+
+
+def _joined(stored: Float[Tensor, "lanes heads stored dim"], new: Float[Tensor, "lanes heads new dim"]) -> Tensor:
+    return torch.cat([stored.to(new.dtype), new], dim=2) if stored.shape[2] else new
+
+
+def _columns(values: Float[Tensor, "lanes columns"], count: int) -> Float[Tensor, "lanes count"]:
+    """The first `count` columns, filled up with zeros."""
+    return torch.nn.functional.pad(values, (0, count - values.shape[1]))
