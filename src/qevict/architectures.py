@@ -194,9 +194,7 @@ def _get(config: PretrainedConfig, name: str) -> Any:
 def _whole(config: PretrainedConfig, name: str) -> int:
     value = _get(config, name)
     if not isinstance(value, int):
-        raise ValueError(
-            f"the {config.model_type} config must give {name} as one whole number for all layers: {value}."
-        )
+        raise ValueError(f"the {config.model_type} config must give {name} as one number for all layers, not {value}.")
     return value
 
 
