@@ -56,9 +56,9 @@ def gguf_tokenizer(gguf_file: Path) -> Any:
     def read(key: str) -> Any:
         return fields[key].contents()
 
-    kind = (read("tokenizer.ggml.model"), read("tokenizer.ggml.pre"))
-    if kind != ("gpt2", "smollm"):
-        raise ValueError(f"{gguf_file} has a tokenizer of kind {kind}; only ('gpt2', 'smollm') can be converted.")
+    family = (read("tokenizer.ggml.model"), read("tokenizer.ggml.pre"))
+    if family != ("gpt2", "smollm"):
+        raise ValueError(f"{gguf_file} has a tokenizer of kind {family}; only ('gpt2', 'smollm') can be converted.")
 
     tokens = read("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in read("tokenizer.ggml.merges")]
@@ -67,20 +67,22 @@ def gguf_tokenizer(gguf_file: Path) -> Any:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = [
-        t for t, kind in zip(tokens, read("tokenizer.ggml.token_type"), strict=True) if kind == TokenType.CONTROL
+    special = [
+        AddedToken(token, special=True, normalized=False)
+        for token, kind in zip(tokens, read("tokenizer.ggml.token_type"), strict=True)
+        if kind == TokenType.CONTROL
     ]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_special_tokens(special)
 
-    def token(name: str) -> str:
+    def named(name: str) -> str:
         return str(tokens[read(f"tokenizer.ggml.{name}_token_id")])
 
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=token("bos"),
-        eos_token=token("eos"),
-        unk_token=token("unknown"),
-        pad_token=token("padding"),
+        bos_token=named("bos"),
+        eos_token=named("eos"),
+        unk_token=named("unknown"),
+        pad_token=named("padding"),
         chat_template=read("tokenizer.chat_template"),
         model_max_length=read(f"{read('general.architecture')}.context_length"),
         clean_up_tokenization_spaces=False,
@@ -94,13 +96,11 @@ def _dequantized_model(gguf_file: Path) -> Any:
     import transformers
     from transformers import AutoModelForCausalLM
 
-    # Newer releases may keep the weights in GGUF blocks unless they are told not to; older ones never do.
-    unpack = (
-        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
-    )
-    loaded = AutoModelForCausalLM.from_pretrained(
-        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32, **unpack
-    )
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):  # newer releases may keep the weights packed unless they are told not to
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, **options)
+
     # A model that came from a GGUF file refuses to be saved; a fresh one with the same weights does not.
     config = loaded.config
     if hasattr(config, "quantization_config"):

