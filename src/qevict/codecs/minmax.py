@@ -120,7 +120,7 @@ def _quantize(
     offset = _round_down(lowest + 0.0)  # which of 0 and -0 is the minimum depends on the order of the search
     scale = _round_down((offset.float() - highest) / levels).abs()  # a negative number down: its magnitude up
     step = torch.where(scale > 0, scale, 1).float()  # a row that equals its offset has scale 0 and codes 0
-    codes = ((rows - offset.float().unsqueeze(-1)) / step.unsqueeze(-1)).round().clamp(0, levels)
+    codes = ((rows - offset.float().unsqueeze(-1)) / step.unsqueeze(-1)).round()  # 0 to levels: the grid covers the row
     return codes.to(torch.uint8), scale, offset
 
 
