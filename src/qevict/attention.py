@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from qevict.architectures import text_config
 PREFIX = "qevict_"
 
 
+@runtime_checkable
 class ManagedLayer(Protocol):
     """What the attention function needs of a cache layer."""
 

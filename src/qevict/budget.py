@@ -108,9 +108,9 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -
     if cost > budget:
         scale = geometry.layers * lanes
         raise ValueError(
-            f"a budget of {budget * scale:,} bytes cannot hold the {charged} protected tokens (sinks, recent tokens and "
-            f"their growth between routing events), which take {cost * scale:,} bytes; raise the budget or lower "
-            "sink_tokens, recent_tokens, window_size or routing_interval"
+            f"a budget of {budget * scale:,} bytes cannot hold the {charged} protected tokens (sinks, recent tokens "
+            f"and their growth between routing events), which take {cost * scale:,} bytes; raise the budget or lower sink_tokens, "
+            "recent_tokens, window_size or routing_interval"
         )
 
     history = budget - cost

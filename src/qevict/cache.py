@@ -133,7 +133,7 @@ class QEvictCache(Cache):
                 layer.activate_past_recording()
 
     def extend(self, tokens: int) -> None:
-        """Announce another turn: derive the budget from `tokens` more tokens (its prompt and its answer) than were seen.
+        """Announce another turn: derive the budget from `tokens` more tokens (prompt and answer) than were seen.
 
         Nothing changes for absolute budgets, which do not depend on the length.
 
@@ -154,9 +154,7 @@ class QEvictCache(Cache):
         """Bytes really held, term by term (Eq. 8), beside the budget and what full KV would take."""
         report = MemoryReport()
         for layer in self.layers:
-            if isinstance(layer, QEvictLayer):
-                report += layer.memory()
-            elif isinstance(layer, ExactLayer):
+            if isinstance(layer, QEvictLayer | ExactLayer):
                 report += layer.memory()
             else:
                 report += MemoryReport(unmanaged=sum(_nbytes(getattr(layer, n, None)) for n in ("keys", "values")))
@@ -208,8 +206,8 @@ class QEvictCache(Cache):
             window = self.architecture.sliding_windows[layer.index]
             if window is not None and total > window:
                 raise ValueError(
-                    f"layer {layer.index} attends to the last {window} tokens only and was managed because no more were "
-                    f"announced; {total} tokens need a new cache"
+                    f"layer {layer.index} attends to the last {window} tokens only and was managed because no more "
+                    f"were announced; {total} tokens need a new cache"
                 )
 
 

@@ -123,9 +123,8 @@ class QEvictConfig:
             self._check_whole("routing_interval", 1)
         self._check_whole("sink_tokens", 0)
         if isinstance(self.recent_tokens, float):
-            self._check(
-                0 < self.recent_tokens < 1, "recent_tokens", "a whole number, or a fraction of the budget in (0, 1)"
-            )
+            allowed = "a whole number of at least 1, or a fraction of the budget between 0 and 1"
+            self._check(0 < self.recent_tokens < 1, "recent_tokens", allowed)
         else:
             self._check_whole("recent_tokens", 1)
         self._check(
@@ -155,9 +154,9 @@ class QEvictConfig:
         """The paper to the letter: appendix B.5, with the recent region of each benchmark.
 
         Recent tokens: 32 (section 5), LongBench 128 (C.1), RULER 64 (E.1), GSM8K a quarter of the budget (F.1).
-        q = 0.7, but 0.5 for the diagnostics, whose K_f and K_q imply it. Eq. 3's split is literal, dormant codes and the
-        recent region's growth are left uncharged, and all prompt queries count, as the paper does. Scores follow Eq. 1
-        (every decode step); `score_steps="event"` is what the paper's implementation sees.
+        q = 0.7, but 0.5 for the diagnostics, whose K_f and K_q imply it. Eq. 3's split is literal, dormant codes and
+        the recent region's growth are left uncharged, and all prompt queries count, as the paper does. Scores follow
+        Eq. 1 (every decode step); `score_steps="event"` is what the paper's implementation sees.
 
         Args:
             changes: fields to set otherwise, as for the constructor.

@@ -199,16 +199,13 @@ class QEvictLayer(CacheLayerMixin):
 
     def _check_announced(self, store: TierStore, count: int) -> None:
         tokens, limit = store.plan.tokens, self.session.config.limit
-        if (
-            limit.fraction is not None
-            and tokens is not None
-            and count > 1
-            and store.length + count > tokens + MAX_DRAFT
-        ):
+        if limit.fraction is None or tokens is None or count == 1:
+            return
+        if store.length + count > tokens + MAX_DRAFT:
             raise ValueError(
-                f"{count} tokens after {store.length} pass the {tokens} that the budget of {limit} was derived from; for "
-                "a prompt in chunks give QEvictCache(..., prompt_tokens=), for another turn call extend(tokens) first, "
-                "or use an absolute budget"
+                f"{count} tokens after {store.length} pass the {tokens} that the budget of {limit} was derived from; "
+                "for a prompt in chunks give QEvictCache(..., prompt_tokens=), for another turn call extend(tokens) "
+                "first, or use an absolute budget"
             )
 
     def _begin(self, module: nn.Module, query: Tensor, handle: KVHandle, forward: Forward, scaling: float) -> None:

@@ -105,7 +105,7 @@ class Rope:
     def _at(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         length = 0
         if positions.numel():
-            lowest, highest = (int(extreme) for extreme in positions.aminmax())
+            lowest, highest = torch.stack(positions.aminmax()).tolist()
             if lowest < 0:
                 raise ValueError(f"positions must not be negative, but the lowest is {lowest}.")
             length = highest + 1

@@ -177,8 +177,8 @@ class TierStore:
         """
         if self._all_protected and self.length + coming > self.plan.protected_slots:
             raise RuntimeError(
-                f"the sequence passes the {self.plan.tokens} tokens that its budget was planned for; announce more with "
-                "max_new_tokens=, or call extend(tokens) on the cache first"
+                f"the sequence passes the {self.plan.tokens} tokens that its budget was planned for; announce more "
+                "with max_new_tokens=, or call extend(tokens) on the cache first"
             )
         pending, used = self.pending, self.stored
         if pending is None:
@@ -292,7 +292,8 @@ class TierStore:
             if self.config.score_steps == "every":
                 return pending.mass.sum(dim=1)
             return pending.mass[:, -1] if due else torch.zeros_like(pending.mass[:, 0])
-        assert pending.prompt is not None and pending.keys is not None
+        assert pending.prompt is not None
+        assert pending.keys is not None
         tokens = pending.prompt
         if tokens.ndim != 2:
             queries = self.config.prompt_queries
