@@ -83,7 +83,8 @@ class Arena:
 
     def full_slots(self) -> Float[Tensor, "lanes slots two heads tokens dim"]:
         """Keys (0) and values (1) of the full slots, as a view of the arena."""
-        elements = self.data.view(self.dtype)
+        # A storage of no bytes cannot be viewed as another dtype.
+        elements = self.data.view(self.dtype) if self.plan.arena_bytes else self.data.to(self.dtype)
         shape = (self.plan.max_full, 2, self.heads, self.plan.window, self.head_dim)
         used = elements[:, : self.plan.max_full * self.plan.full_bytes // self.dtype.itemsize]
         return used.unflatten(1, shape)
