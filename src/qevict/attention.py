@@ -156,5 +156,5 @@ def _previous_function(module: nn.Module, previous: str) -> Callable[..., tuple[
     for cls in type(module).__mro__:
         own = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if own is not None:
-            return own  # type: ignore[no-any-return]
+            return own
     raise ValueError(f"{type(module).__name__} has no eager attention function beside it to fall back to")

@@ -109,8 +109,8 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -
         scale = geometry.layers * lanes
         raise ValueError(
             f"a budget of {budget * scale:,} bytes cannot hold the {charged} protected tokens (sinks, recent tokens "
-            f"and their growth between routing events), which take {cost * scale:,} bytes; raise the budget or lower sink_tokens, "
-            "recent_tokens, window_size or routing_interval"
+            f"and their growth between routing events), which take {cost * scale:,} bytes; raise the budget or lower "
+            "sink_tokens, recent_tokens, window_size or routing_interval"
         )
 
     history = budget - cost

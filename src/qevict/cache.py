@@ -110,7 +110,7 @@ class QEvictCache(Cache):
             new, prompt = self._session.max_new_tokens, self._session.prompt_tokens
             columns = max(key_states.shape[2], prompt or 0)
             self._settle_layers(None if new is None else columns + new, self.layers)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, max_length: int) -> None:
         """Remove tokens from the end: a negative number removes that many, a positive one is the length to keep.
@@ -221,7 +221,7 @@ class ExactLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """All keys and values so far, in the dtype of the new ones."""
         if self._dtype is None:
-            return super().update(key_states, value_states)  # type: ignore[no-any-return]
+            return super().update(key_states, value_states)
         keys, values = super().update(key_states.to(self._dtype), value_states.to(self._dtype))
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 

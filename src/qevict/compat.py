@@ -1,7 +1,7 @@
 """The one place that knows the differences between Transformers releases (5.2 to 5.24) where a caller meets them.
 
 The cache layers' own bridging is in their signatures: `get_mask_sizes` takes a length or cache positions,
-`get_max_length` has its older name beside it, `crop` takes both of its meanings, and `update` ignores what else it gets.
+`get_max_length` has its older name beside it, `crop` takes both of its meanings, and `update` ignores extras.
 """
 
 from __future__ import annotations

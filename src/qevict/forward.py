@@ -50,7 +50,7 @@ class Forward:
         if padding is not None and padding.shape[1] != seen + columns:
             raise ValueError(
                 f"the attention mask covers {padding.shape[1]} tokens, but the cache has seen {seen} and gets "
-                f"{columns} more; pass the mask of the whole sequence, or call reset() on the cache to begin another one"
+                f"{columns} more; pass the mask of the whole sequence, or reset() the cache to begin another one"
             )
         valid = None if padding is None else padding[:, seen:].bool()
         if valid is not None and bool(valid.all()):

@@ -93,7 +93,7 @@ class QEvictLayer(CacheLayerMixin):
         self._forget()
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         """Whether the last forward can still be undone."""
         return self.record_past or not self.cohorts or any(c.store.pending is not None for c in self.cohorts)
 
