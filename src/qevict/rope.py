@@ -1,6 +1,6 @@
 """Rotary embedding as data: what a layer did to its keys, and how to undo and redo it at absolute positions.
 
-Keys are quantised before the rotation, where a channel's range over a window is small (paper, section 4), and rotated
+Keys are quantised before the rotation, where a channel's range over a window is small (paper, section 4.3), and rotated
 again after dequantisation. `rope_for_layers` copies each layer's frequencies out of the model and checks them against
 the model's own rotary function; a `Rope` never holds the model.
 """
