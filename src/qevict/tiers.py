@@ -24,8 +24,9 @@ from qevict.codecs import WindowShape
 from qevict.config import QEvictConfig
 from qevict.kernels.reference import TierView, prompt_mass, window_sums
 from qevict.migration import Aged, Moves, candidates, carry_out
+from qevict.planning import assign
 from qevict.rope import Rope
-from qevict.routing import EVICTED, FULL, QUANTIZED, Candidates, route_coverage, route_split
+from qevict.routing import EVICTED, FULL, QUANTIZED
 
 
 @dataclass
@@ -185,7 +186,7 @@ class TierStore:
             return
         self.pending = None
         self.since_event += pending.count
-        crowded = used + pending.count + coming > self.plan.protected_slots
+        crowded = used + coming > self.plan.protected_slots
         due = pending.keys is not None or self.since_event >= self.config.interval or (crowded and coming > 0)
         mass = self._mass(pending, due)
         if not due:
@@ -326,7 +327,7 @@ class TierStore:
         stop = sinks + count * window
         aged = self._aged(count, keys[:, :, sinks:stop], values[:, :, sinks:stop], state)
         pool = candidates(self.arena, aged)
-        self.moves += carry_out(self.arena, pool, self._assign(pool), aged, self.codec, self.rope, self._window_zero())
+        self.moves += carry_out(self.arena, pool, assign(self.config, self.plan, pool), aged, self.codec, self.rope, self._window_zero())
         for storage, local in ((self.keys, keys), (self.values, values)):
             kept = torch.cat([local[:, :, :sinks], local[:, :, stop:]], dim=2)
             storage[:, :, : kept.shape[2]] = kept
@@ -342,22 +343,6 @@ class TierStore:
         windows = [t.unflatten(2, (count, self.plan.window)).transpose(1, 2) for t in (keys, values)]
         scores = self.ranking.from_keys(windows[0]) if self.ranking.uses_keys else state[:, :count]
         return Aged(number, windows[0], windows[1], scores)
-
-    def _assign(self, pool: Candidates) -> Int[Tensor, "lanes columns"]:
-        """The new state of every candidate."""
-        plan, promotion = self.plan, self.config.promotion
-        if self.config.allocation == "split":
-            extra = self.config.dormant == "extra"
-            return route_split(pool, plan.full_capacity, plan.code_capacity, promotion=promotion, dormant_extra=extra)
-        return route_coverage(
-            pool,
-            plan.arena_bytes,
-            plan.full_bytes,
-            plan.code_bytes,
-            plan.max_full,
-            plan.max_codes,
-            promotion=promotion,
-        )
 
 
 def _joined(stored: Float[Tensor, "lanes heads stored dim"], new: Float[Tensor, "lanes heads new dim"]) -> Tensor:
