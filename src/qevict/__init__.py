@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qevict.answer import Answer, answer
 from qevict.attention import attach
 from qevict.budget import MemoryReport
 from qevict.cache import QEvictCache
@@ -9,4 +10,4 @@ from qevict.config import Budget, QEvictConfig
 
 __version__ = "0.1.0"
 
-__all__ = ["Budget", "MemoryReport", "QEvictCache", "QEvictConfig", "attach"]
+__all__ = ["Answer", "Budget", "MemoryReport", "QEvictCache", "QEvictConfig", "answer", "attach"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,7 @@ _PAPER_RECENT: dict[str, int | float] = {
     "gsm8k": 0.25,  # appendix F.1: a quarter of the budget
     "diagnostics": 32,  # appendix I.1 names none; section 5's
 }
+_BYTE_UNITS = {"byte": 1, "bytes": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _STORE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -50,6 +52,23 @@ class Budget:
             value = getattr(self, name)
             if value is not None and (not _is_whole(value) or value < 1):
                 raise ValueError(f"budget {name} is {value!r}; it has to be a whole number of at least 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """A budget as people write it: `0.2`, `20%`, `512tokens`, `24MB` (a million bytes each), `1000000bytes`.
+
+        Raises:
+            ValueError: if the text is none of these.
+        """
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*", text)
+        number, unit = (float(match[1]), match[2].lower()) if match else (0.0, "?")
+        if unit in ("", "%"):
+            return cls(fraction=number / (100 if unit else 1))
+        if unit in ("token", "tokens"):
+            return cls(tokens=int(number))
+        if unit in _BYTE_UNITS:
+            return cls(bytes=int(number * _BYTE_UNITS[unit]))
+        raise ValueError(f"budget is {text!r}; write 0.2, 20%, 512tokens, 24MB or 1000000bytes")
 
     @property
     def unlimited(self) -> bool:

@@ -327,7 +327,9 @@ class TierStore:
         stop = sinks + count * window
         aged = self._aged(count, keys[:, :, sinks:stop], values[:, :, sinks:stop], state)
         pool = candidates(self.arena, aged)
-        self.moves += carry_out(self.arena, pool, assign(self.config, self.plan, pool), aged, self.codec, self.rope, self._window_zero())
+        self.moves += carry_out(
+            self.arena, pool, assign(self.config, self.plan, pool), aged, self.codec, self.rope, self._window_zero()
+        )
         for storage, local in ((self.keys, keys), (self.values, values)):
             kept = torch.cat([local[:, :, :sinks], local[:, :, stop:]], dim=2)
             storage[:, :, : kept.shape[2]] = kept

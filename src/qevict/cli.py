@@ -1,0 +1,286 @@
+"""The command line: parses, calls, prints."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    name="qevict",
+    help="A KV cache in three tiers (full precision, recoverable low-bit, evicted) under a hard byte budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+# Everything that is not the result goes here, so that an answer can be piped.
+progress = Console(stderr=True)
+
+
+class Method(str, Enum):
+    """What holds the cache."""
+
+    qevict = "qevict"
+    full = "full"
+
+
+class StoreDtype(str, Enum):
+    """Dtype of full-precision storage."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class PaperTask(str, Enum):
+    """What the paper has settings for."""
+
+    default = "default"
+    longbench = "longbench"
+    ruler = "ruler"
+    gsm8k = "gsm8k"
+    diagnostics = "diagnostics"
+
+
+ModelOption = Annotated[str, typer.Option("--model", "-m", help="A local folder, a Hub id, or smollm2-135m.")]
+BudgetOption = Annotated[
+    str, typer.Option("--budget", "-b", help="0.2 or 20% of full KV, or absolute: 512tokens, 24MB, 1000000bytes.")
+]
+PaperOption = Annotated[PaperTask | None, typer.Option("--paper", help="The paper's settings for a task.")]
+WindowOption = Annotated[int | None, typer.Option("--window-size", help="Tokens of a window.")]
+BitsOption = Annotated[int | None, typer.Option("--bits", help="Bits of a code: 2, 3, 4 or 8.")]
+FractionOption = Annotated[
+    float | None, typer.Option("--quantized-fraction", "-q", help="Most of the history bytes that codes may take.")
+]
+RecentOption = Annotated[int | None, typer.Option("--recent-tokens", help="Last tokens kept in full precision.")]
+DtypeOption = Annotated[StoreDtype, typer.Option("--store-dtype", help="Dtype of full-precision storage.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The context. Left out: --file, or standard input.")] = None,
+    question: Annotated[str, typer.Option("--question", help="Asked after the context.")] = "",
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the context from a file.")] = None,
+    model: ModelOption = "smollm2-135m",
+    budget: BudgetOption = "0.2",
+    method: Annotated[Method, typer.Option(help="qevict, or full for an uncompressed cache.")] = Method.qevict,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
+    question_hidden: Annotated[
+        bool, typer.Option("--question-hidden", help="Compress the context before the question is known.")
+    ] = False,
+    paper: PaperOption = None,
+    window_size: WindowOption = None,
+    bits: BitsOption = None,
+    quantized_fraction: FractionOption = None,
+    recent_tokens: RecentOption = None,
+    store_dtype: DtypeOption = StoreDtype.bfloat16,
+) -> None:
+    """Answer a prompt, or a question about a file, streaming tokens; ends with the memory that it took."""
+    from transformers import TextStreamer
+
+    from qevict.answer import answer
+    from qevict.report.terminal import memory_bar
+
+    context = _context(prompt, file)
+    config = _config(
+        "1.0" if method is Method.full else budget,
+        paper,
+        store_dtype,
+        window_size=window_size,
+        bits=bits,
+        quantized_fraction=quantized_fraction,
+        recent_tokens=recent_tokens,
+    )
+    loaded, tokenizer = _load(model)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with _readable_errors():
+        result = answer(
+            loaded,
+            tokenizer,
+            context,
+            question,
+            budget=config,
+            max_new_tokens=max_new_tokens,
+            question_seen=not question_hidden,
+            streamer=streamer,
+        )
+    counts, moves = result.counts, result.moves
+    progress.print(memory_bar(result.memory))
+    progress.print(
+        f"{result.prompt_tokens} + {result.new_tokens} tokens, first after {result.first_token_seconds:.1f} s, then "
+        f"{result.tokens_per_second:.1f} tokens/s; windows (over layers): {counts.full} full, {counts.quantized} "
+        f"low-bit, {counts.evicted} evicted, {moves.promoted} promotions",
+        highlight=False,
+    )
+
+
+@app.command()
+def plan(
+    context: Annotated[int, typer.Option("--context", "-c", min=1, help="Tokens of the sequence, new ones included.")],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Only its config is read.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of --model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Instead of --model.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Instead of --model.")] = None,
+    budget: BudgetOption = "0.2",
+    paper: PaperOption = None,
+    window_size: WindowOption = None,
+    bits: BitsOption = None,
+    quantized_fraction: FractionOption = None,
+    recent_tokens: RecentOption = None,
+    dtype: Annotated[StoreDtype, typer.Option(help="Dtype of full-precision storage.")] = StoreDtype.bfloat16,
+) -> None:
+    """What a budget holds of a context: tokens and bytes of each tier. Needs a model's config, or its three sizes."""
+    import torch
+
+    from qevict.architectures import describe, managed_layers
+    from qevict.budget import plan_tiers
+    from qevict.geometry import KVGeometry
+    from qevict.models import load_config
+    from qevict.planning import planned_tiers
+    from qevict.report.terminal import plan_table
+
+    sizes = (layers, kv_heads, head_dim)
+    if (model is None) == (None in sizes):
+        _fail("give either --model, or all of --layers, --kv-heads and --head-dim")
+    config = _config(
+        budget,
+        paper,
+        dtype,
+        window_size=window_size,
+        bits=bits,
+        quantized_fraction=quantized_fraction,
+        recent_tokens=recent_tokens,
+    )
+    element_bytes = getattr(torch, dtype.value).itemsize
+    with _readable_errors():
+        if model is not None:
+            architecture = describe(load_config(model))
+            managed = sum(managed_layers(architecture, context))
+            geometry = KVGeometry(
+                managed, architecture.kv_heads, architecture.query_heads, architecture.head_dim, element_bytes
+            )
+        else:
+            assert layers is not None
+            assert kv_heads is not None
+            assert head_dim is not None
+            geometry = KVGeometry(layers, kv_heads, kv_heads, head_dim, element_bytes)
+        if config.limit.unlimited:
+            _fail("a budget of 1.0 means no limit, so there is nothing to plan; give a smaller one")
+        made = plan_tiers(config, geometry, context)
+        console.print(plan_table(geometry, made, planned_tiers(config, made, context), lanes=1))
+
+
+@app.command()
+def demo(
+    model: ModelOption = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(min=200, help="Length of the document.")] = 3000,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2)] = 16,
+) -> None:
+    """Full KV against qevict at 20 % and 10 % on a long real document: answers, bytes, speed, tiers."""
+    import torch
+
+    from qevict import demo as the_demo
+    from qevict.config import QEvictConfig
+    from qevict.report.terminal import memory_bar, size
+
+    store = torch.bfloat16
+    configs = {
+        "full KV": QEvictConfig(budget=1.0, store_dtype=store),
+        "qevict 20 %": QEvictConfig(budget=0.2, store_dtype=store),
+        "qevict 10 %": QEvictConfig(budget=0.1, store_dtype=store),
+        "paper() 20 %": QEvictConfig.paper(budget=0.2, store_dtype=store),
+    }
+    loaded, tokenizer = _load(model)
+    table = Table(title=f"Two questions about {tokens} tokens of the Python reference, cache in 16 bits")
+    for column, justify in _DEMO_COLUMNS:
+        table.add_column(column, justify=justify)
+    last: dict[str, Any] = {}
+    with _readable_errors(), progress.status("") as status:
+        status.update(f"{next(iter(configs))}: reading the document")
+        for name, question, result in the_demo.run(loaded, tokenizer, configs, tokens, max_new_tokens):
+            right = question.expected in result.text
+            table.add_row(
+                name,
+                question.text.split()[0] + " … " + question.text.split(" ", 2)[-1][-28:],
+                ("[green]✓[/] " if right else "[red]✗[/] ") + result.text.split("\n")[0][:32],
+                size(result.memory.reserved),
+                f"{result.memory.ratio:.1%}",
+                f"{result.tokens_per_second:.1f}",
+                f"{result.counts.full} / {result.counts.quantized} / {result.counts.evicted}",
+                str(result.moves.promoted),
+            )
+            last[name] = result
+            progress.print(f"{name}: {question.text} [bold]{result.text.splitlines()[0][:60]}[/]", highlight=False)
+            status.update("reading the document again")
+    console.print(table)
+    for name, result in last.items():
+        console.print(f"\n[bold]{name}[/]")
+        console.print(memory_bar(result.memory))
+
+
+_DEMO_COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("cache", "left"),
+    ("question", "left"),
+    ("answer", "left"),
+    ("bytes", "right"),
+    ("of full KV", "right"),
+    ("tokens/s", "right"),
+    ("full / low-bit / evicted", "right"),
+    ("promotions", "right"),
+)
+
+
+def _context(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        _fail("give the context either as an argument or with --file, not both")
+    if prompt is not None:
+        return prompt
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf8")
+        except (OSError, UnicodeDecodeError) as error:
+            _fail(f"cannot read {file}: {error}")
+    return "" if sys.stdin.isatty() else sys.stdin.read()
+
+
+def _config(budget: str, paper: PaperTask | None, store_dtype: StoreDtype, **changes: Any) -> Any:
+    import torch
+
+    from qevict.config import Budget, QEvictConfig
+
+    given = {name: value for name, value in changes.items() if value is not None}
+    with _readable_errors():
+        limit = Budget.parse(budget)
+        dtype = getattr(torch, store_dtype.value)
+        if paper is not None:
+            return QEvictConfig.paper(paper.value, budget=limit, store_dtype=dtype, **given)
+        return QEvictConfig(budget=limit, store_dtype=dtype, **given)
+
+
+def _load(name: str) -> Any:
+    from qevict.models import load
+
+    with _readable_errors(), progress.status(f"loading {name}"):
+        return load(name)
+
+
+class _readable_errors:
+    """Turns the exceptions that are meant for users into one line and exit code 2."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, ValueError | TypeError | RuntimeError) and not isinstance(error, NotImplementedError):
+            _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    progress.print(f"[red]qevict:[/] {message}", highlight=False)
+    raise typer.Exit(2)

@@ -1,0 +1,100 @@
+"""Tables and bars for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from qevict.budget import MemoryReport, TierPlan
+from qevict.geometry import KVGeometry
+from qevict.planning import PlannedTiers
+
+_WIDTH = 60
+_COLOURS = {
+    "sink": "bright_blue",
+    "recent": "blue",
+    "full": "green",
+    "codes": "yellow",
+    "parameters": "dark_orange",
+    "position + ledger": "magenta",
+    "reserved, unused": "bright_black",
+}
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1 MB is a million bytes."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count} B"
+
+
+def memory_bar(report: MemoryReport) -> RenderableType:
+    """Full KV above, what is measured below on the same scale, and what it consists of."""
+    terms = {
+        "sink": report.sink,
+        "recent": report.recent,
+        "full": report.full,
+        "codes": report.codes,
+        "parameters": report.parameters,
+        "position + ledger": report.position + report.ledger,
+        "reserved, unused": report.reserved - report.used,
+    }
+    scale = max(report.full_kv, report.reserved, 1)
+    bar, legend = Text(), Text()
+    filled = total = 0
+    for name, amount in terms.items():
+        if amount <= 0:
+            continue
+        total += amount
+        cells = round(_WIDTH * total / scale) - filled
+        filled += cells
+        bar.append("█" * cells, style=_COLOURS[name])
+        legend.append("■ ", style=_COLOURS[name]).append(f"{name} {size(amount)}  ")
+    table = Table.grid(padding=(0, 1))
+    table.add_row("full KV", Text("█" * round(_WIDTH * report.full_kv / scale), style="white"), size(report.full_kv))
+    table.add_row("measured", bar, f"{size(report.reserved)} = {report.ratio:.1%}")
+    lines: list[RenderableType] = [table, legend]
+    if report.budget is not None:
+        verdict = f"over by {size(report.overshoot)}" if report.overshoot else "kept"
+        lines.append(Text(f"budget {size(report.budget)}: {verdict}"))
+    if report.unmanaged:
+        lines.append(Text(f"outside the budget: {size(report.unmanaged)} in sliding-window layers"))
+    return Group(*lines)
+
+
+def plan_table(geometry: KVGeometry, plan: TierPlan, planned: PlannedTiers, lanes: int) -> RenderableType:
+    """What a budget holds of a context, tier by tier, over all layers of one sequence."""
+    context, scale = planned.context, geometry.layers * lanes
+    table = Table(title=f"one sequence of {context:,} tokens, {geometry.layers} managed layers")
+    for column in ("tier", "tokens", "share of context", "bytes", "share of budget"):
+        table.add_column(column, justify="left" if column == "tier" else "right")
+    rows: Iterable[tuple[str, int, int]] = (
+        ("sinks", planned.sinks, planned.sinks * plan.token_bytes),
+        ("recent", planned.recent, planned.recent * plan.token_bytes),
+        ("full", planned.full * plan.window, planned.full * plan.full_bytes),
+        ("low-bit", planned.quantized * plan.window, planned.quantized * plan.code_bytes),
+    )
+    budget = plan.budget_bytes * scale
+    for name, tokens, amount in rows:
+        amount *= scale
+        table.add_row(name, f"{tokens:,}", f"{tokens / context:.1%}", size(amount), f"{amount / budget:.1%}")
+    table.add_section()
+    reserved = plan.reserved_bytes * scale
+    table.add_row(
+        "kept", f"{planned.kept:,}", f"{planned.kept / context:.1%}", size(reserved), f"{reserved / budget:.1%}"
+    )
+    table.add_row("evicted", f"{context - planned.kept:,}", f"{1 - planned.kept / context:.1%}", "0 B", "")
+    full = geometry.full_bytes(context)
+    table.add_row("full KV", f"{context:,}", "100.0%", size(full), f"{full / budget:.1%}")
+    protected = (plan.budget_bytes - plan.history_bytes) * scale
+    notes = (
+        f"protected tokens (sinks, recent and its growth) take {protected / budget:.1%} of the budget; "
+        f"windows of {plan.window}: {planned.full} full, {planned.quantized} low-bit a lane; "
+        f"a full window takes {size(plan.full_bytes)}, a low-bit one {size(plan.code_bytes)}"
+    )
+    over = Text(f"reserved storages pass the budget by {size(reserved - budget)}") if reserved > budget else Text()
+    return Group(table, Text(notes), over)
