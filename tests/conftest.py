@@ -18,7 +18,7 @@ settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 # torch.empty comes filled with NaN, so that output that nobody wrote shows.
 torch.use_deterministic_algorithms(True, warn_only=True)

@@ -20,7 +20,8 @@ from typing import Literal, TypeVar
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.utils import HfHubHTTPError, HFValidationError, validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
