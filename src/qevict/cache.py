@@ -146,7 +146,7 @@ class QEvictCache(Cache):
             if self._session.max_new_tokens is not None:
                 self._session.max_new_tokens += tokens
             return
-        self._check_sliding(self.get_seq_length() + tokens)
+        self._session.check_length(self.get_seq_length() + tokens)
         for layer in self._managed:
             layer.extend(tokens)
 
@@ -198,17 +198,7 @@ class QEvictCache(Cache):
             head_dim=architecture.head_dim,
             element_bytes=dtype.itemsize if dtype is not None else self._model_dtype.itemsize,
         )
-        self._session.first_layer = flags.index(True)
-
-    def _check_sliding(self, total: int) -> None:
-        """Refuse to go past the window of a sliding layer that is managed as a full one."""
-        for layer in self._managed:
-            window = self.architecture.sliding_windows[layer.index]
-            if window is not None and total > window:
-                raise ValueError(
-                    f"layer {layer.index} attends to the last {window} tokens only and was managed because no more "
-                    f"were announced; {total} tokens need a new cache"
-                )
+        self._session.managed = flags
 
 
 class ExactLayer(DynamicLayer):

@@ -64,8 +64,6 @@ class QEvictLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """A handle for keys and for values, which the registered attention function hands back to `attend`."""
-        if key_states.shape[-2] == 0:
-            raise ValueError("a forward needs at least one token; got an empty prompt")
         if self.seen and key_states.shape[0] != self.batch:
             raise ValueError(
                 f"the cache holds a batch of {self.batch} rows and was given {key_states.shape[0]}; use reset(), "
@@ -80,7 +78,10 @@ class QEvictLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
         """Length and offset of the mask; `query` is the query length, or (Transformers 5.2) its cache positions."""
-        return self.seen + (query if isinstance(query, int) else query.shape[0]), 0
+        length = query if isinstance(query, int) else query.shape[0]
+        if length == 0:  # said here, before the model trips over it
+            raise ValueError("a forward needs at least one token; got an empty prompt")
+        return self.seen + length, 0
 
     def get_max_length(self) -> int:
         """No maximum."""
@@ -180,22 +181,31 @@ class QEvictLayer(CacheLayerMixin):
 
     def _check(self, forward: Forward) -> None:
         """Refuse a forward that the cache would get wrong; done by the first managed layer only."""
-        for row, count in enumerate(forward.counts):
-            if not self.cohorts and count == 0:
-                raise ValueError(f"row {row} of the batch has no tokens: its attention mask is all zeros")
+        if not self.cohorts:
+            for row, count in enumerate(forward.counts):
+                if count == 0:
+                    raise ValueError(f"row {row} of the batch has no tokens: its attention mask is all zeros")
+                self.session.check_length(count)
+                self._check_positions(forward, row, start=None)
         for cohort in self.cohorts:
             store, lanes = cohort.store, self.session.lanes_per_row
             for row, lane in zip(cohort.rows.tolist(), range(0, len(store.first_position), lanes), strict=True):
                 count = forward.counts[row]
                 self._check_announced(store, count)
+                self.session.check_length(store.length + count)
                 start = int(store.first_position[lane]) + store.length
-                columns = slice(None) if forward.valid is None else forward.valid[row]
-                expected = torch.arange(start, start + count, device=forward.positions.device)
-                if not torch.equal(forward.positions[row, columns], expected):
-                    raise ValueError(
-                        f"row {row} continues at positions {forward.positions[row, columns].tolist()[:3]}..., but the "
-                        f"cache ends before position {start}; positions have to be consecutive"
-                    )
+                self._check_positions(forward, row, start)
+
+    def _check_positions(self, forward: Forward, row: int, start: int | None) -> None:
+        """Refuse positions that do not count up from `start`, or from wherever a first forward begins (None)."""
+        given = forward.positions[row] if forward.valid is None else forward.positions[row, forward.valid[row]]
+        if start is not None and len(given) and int(given[0]) != start:
+            raise ValueError(
+                f"row {row} continues at positions {given.tolist()[:3]}..., but the cache ends before position "
+                f"{start}; positions have to be consecutive"
+            )
+        if bool((given.diff() != 1).any()):
+            raise ValueError(f"the positions of row {row} leave gaps or go back; positions have to be consecutive")
 
     def _check_announced(self, store: TierStore, count: int) -> None:
         tokens, limit = store.plan.tokens, self.session.config.limit
