@@ -1,4 +1,4 @@
-"""Every supported family and rope type: the uncompressed cache's logits where everything fits, sound output where not."""
+"""Every supported family and rope type: the uncompressed cache's logits where all fits, sound output where not."""
 
 from __future__ import annotations
 
