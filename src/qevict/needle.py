@@ -5,8 +5,32 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-_ADJECTIVES = ["quiet", "amber", "hollow", "silver", "eager", "narrow", "gentle", "crimson", "distant", "rapid", "sturdy", "velvet"]
-_NOUNS = ["river", "lantern", "meadow", "anchor", "orchard", "falcon", "harbor", "compass", "glacier", "violin", "cottage", "thunder"]
+_ADJECTIVES = (
+    "quiet",
+    "amber",
+    "hollow",
+    "silver",
+    "eager",
+    "narrow",
+    "gentle",
+    "crimson",
+    "distant",
+    "rapid",
+    "sturdy",
+)
+_NOUNS = (
+    "river",
+    "lantern",
+    "meadow",
+    "anchor",
+    "orchard",
+    "falcon",
+    "harbor",
+    "compass",
+    "glacier",
+    "violin",
+    "cottage",
+)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """What RULER's simplest haystack repeats."""
 INTRODUCTION = (
