@@ -194,7 +194,9 @@ def test_fresh_windows_come_before_better_ones_that_were_quantized() -> None:
     unpromoted = route_coverage(candidates, 33, 10, 3, 9, 9, promotion=False)
     assert states(candidates, unpromoted) == [{0: QUANTIZED, 1: FULL, 2: FULL}]
     assert states(candidates, route_split(candidates, 1, 1)) == [{0: FULL, 1: EVICTED, 2: EVICTED}]
-    assert states(candidates, route_split(candidates, 1, 1, dormant_extra=True)) == [{0: FULL, 1: QUANTIZED, 2: EVICTED}]
+    assert states(candidates, route_split(candidates, 1, 1, dormant_extra=True)) == [
+        {0: FULL, 1: QUANTIZED, 2: EVICTED}
+    ]
 
 
 @settings(max_examples=30)
