@@ -109,7 +109,8 @@ class FunctionRanking(_AttentionRanking):
         if not isinstance(new, torch.Tensor) or new.shape != state.shape:
             got = tuple(new.shape) if isinstance(new, torch.Tensor) else type(new).__name__
             raise ValueError(f"the ranking function returned {got}; it has to return a tensor of {tuple(state.shape)}")
-        return new.to(state.dtype)
+        # A copy: the function may return what it was given, or an expanded tensor, and both are written to later.
+        return new.to(state.dtype, copy=True)
 
 
 RANKINGS: dict[str, Callable[[], Ranking]] = {

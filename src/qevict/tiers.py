@@ -318,7 +318,7 @@ class TierStore:
         local_mass = self._add_mass(mass)
         for table in (self.arena.full, self.arena.codes):
             table.state = self.ranking.update(table.state, table.mass)
-            table.mass.zero_()
+            table.mass = torch.zeros_like(table.mass)  # not in place: a ranking may return the masses themselves
         state = self.ranking.update(_columns(self.recent_state, local_mass.shape[1]), local_mass)
 
         sinks, window = self.plan.sink_tokens, self.plan.window
