@@ -16,7 +16,7 @@ SCORE_BYTES = 8
 """Bytes of a window's score: its ranking state and the mass since the last event, float32 each."""
 SLOT_BYTES = 4 + SCORE_BYTES
 """Bytes of metadata of a slot: its window number (int32), from which the positions follow, and its score."""
-_ALIGNMENT = 8  # a lane's arena is viewed in elements of up to four bytes
+_ALIGNMENT = 4  # a lane's arena is viewed in elements of up to four bytes; windows are multiples of it in either form
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -
         # Codes that are no smaller than the window itself (tiny windows) would never be worth a slot.
         max_codes = code_capacity if code_bytes < full_bytes else 0
         max_full = history // (full_bytes + SLOT_BYTES)
-        arena = _aligned(max(0, history - (max_full + max_codes) * SLOT_BYTES), up=False)
+        arena = max(0, history - (max_full + max_codes) * SLOT_BYTES) // _ALIGNMENT * _ALIGNMENT
         max_full, max_codes = min(max_full, arena // full_bytes), min(max_codes, arena // code_bytes)
     return TierPlan(
         tokens=tokens,
@@ -146,7 +146,7 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -
         max_codes=max_codes,
         full_capacity=full_capacity,
         code_capacity=code_capacity,
-        arena_bytes=_aligned(arena, up=True),
+        arena_bytes=arena,
     )
 
 
@@ -228,7 +228,3 @@ class MemoryReport:
 
 def _windows(tokens: int, window: int) -> int:
     return -(-max(0, tokens) // window)
-
-
-def _aligned(size: int, up: bool) -> int:
-    return (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT if up else size // _ALIGNMENT * _ALIGNMENT
