@@ -23,6 +23,11 @@ from qevict.architectures import text_config
 
 PREFIX = "qevict_"
 
+_NOT_ATTACHED = (
+    "a QEvictCache was used by a model that does not call its attention function; keep the attention implementation "
+    "that QEvictCache(model, ...) sets, or call qevict.attach(model) again"
+)
+
 
 @runtime_checkable
 class ManagedLayer(Protocol):
@@ -44,10 +49,12 @@ class KVHandle:
         self.layer, self.keys, self.values = layer, keys, values
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError(
-            "a QEvictCache was used by a model that does not call its attention function; keep the attention "
-            "implementation that QEvictCache(model, ...) sets, or call qevict.attach(model) again"
-        )
+        raise RuntimeError(_NOT_ATTACHED)
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """A torch function was given the handle as if it were a tensor."""
+        raise RuntimeError(_NOT_ATTACHED)
 
 
 class AttentionCall:
