@@ -126,6 +126,14 @@ class QEvictCache(Cache):
         for layer in self.layers:
             layer.crop(-removed)
 
+    def reset(self) -> None:
+        """Forget everything seen, to begin another sequence with the same settings."""
+        super().reset()
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):  # before Transformers 5.24 it zeroes its tensors and keeps their length
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+
     def activate_past_recording(self) -> None:
         """Keep every forward croppable, the prompt's too; assisted decoding calls this where Transformers has it."""
         for layer in self.layers:
