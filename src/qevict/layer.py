@@ -262,6 +262,8 @@ class QEvictLayer(CacheLayerMixin):
             return
         columns = forward.tokens(cohort.rows, count)
         q, k, v = (_chosen(t, cohort.rows, columns, self.batch) for t in (query, handle.keys, handle.values))
+        if store.outgrows(count) and self.session.config.limit.fraction is None:
+            store.replan(self.session.plan(None))  # an absolute budget does not depend on what was announced
         store.settle(coming=count)
         text = count > MAX_DRAFT and not self.record_past
         counted = self.session.config.prompt_queries

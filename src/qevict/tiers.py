@@ -167,6 +167,10 @@ class TierStore:
         else:
             self.pending = Pending(count, mass, keys=keys, values=values)
 
+    def outgrows(self, coming: int) -> bool:
+        """Whether the plan is for a sequence so short that all of it is protected, and `coming` tokens pass that."""
+        return self._all_protected and self.length + coming > self.plan.protected_slots
+
     def settle(self, coming: int = 0) -> None:
         """Make the last forward count, before `coming` new tokens are attended; route if an event is due.
 
@@ -176,7 +180,7 @@ class TierStore:
         Raises:
             RuntimeError: if the plan was made for a sequence so short that all of it is protected, and it gets longer.
         """
-        if self._all_protected and self.length + coming > self.plan.protected_slots:
+        if self.outgrows(coming):
             raise RuntimeError(
                 f"the sequence passes the {self.plan.tokens} tokens that its budget was planned for; announce more "
                 "with max_new_tokens=, or call extend(tokens) on the cache first"
