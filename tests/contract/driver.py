@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -69,6 +70,14 @@ def step_by_step(model: PreTrainedModel, cache: Cache, ids: Tensor, prefill: int
 def full_cache(model: PreTrainedModel) -> DynamicCache:
     """Transformers' own uncompressed cache."""
     return DynamicCache(config=model.config)
+
+
+@functools.cache
+def chunked_prefill_works() -> bool:
+    """Whether generate(prefill_chunk_size=...) is right with Transformers' own cache; 5.2 gives wrong positions."""
+    model, ids = endless(), prompt(30)
+    whole = generate(model, full_cache(model), ids, 6)
+    return torch.equal(generate(model, full_cache(model), ids, 6, prefill_chunk_size=7), whole)
 
 
 def within_budget(cache: QEvictCache) -> bool:

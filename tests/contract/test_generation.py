@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import TIGHT, endless, forward, full_cache, generate, prompt, within_budget
+from driver import TIGHT, chunked_prefill_works, endless, forward, full_cache, generate, prompt, within_budget
 from torch import Tensor, nn
 
 from qevict import Budget, QEvictCache, QEvictConfig
@@ -26,6 +26,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_runs_within_the_budget(mode: str) -> None:
+    if mode == "chunked prefill" and not chunked_prefill_works():
+        pytest.skip("this Transformers gives chunks wrong positions, which the cache refuses")
     model, ids = endless(), prompt(30).repeat(1, 2)
     cache = QEvictCache(model, TIGHT)
     with torch.random.fork_rng(devices=[]):
@@ -75,6 +77,8 @@ def test_beams_that_never_part_equal_greedy() -> None:
 
 @pytest.mark.parametrize("prompt_tokens", [None, 60], ids=["absolute budget", "announced prompt"])
 def test_chunked_prefill_compresses_chunk_by_chunk(prompt_tokens: int | None) -> None:
+    if not chunked_prefill_works():
+        pytest.skip("this Transformers gives chunks wrong positions, which the cache refuses")
     model, ids = endless(), prompt(60)
     config = TIGHT if prompt_tokens is None else TIGHT.replace(budget=0.35)
     cache = QEvictCache(model, config, max_new_tokens=12, prompt_tokens=prompt_tokens)

@@ -89,6 +89,22 @@ def test_extend_does_not_change_what_is_held() -> None:
         assert torch.equal(forward(model, extended, token), forward(model, plain, token))
 
 
+@pytest.mark.parametrize("budget", [ROOMY, TIGHT.budget], ids=["roomy", "tight"])
+def test_absolute_budgets_do_not_depend_on_what_was_announced(budget: Budget) -> None:
+    """Not even where the announced sequence is so short that all of it was to be protected."""
+    model = endless()
+    announced = QEvictCache(model, TIGHT.replace(budget=budget), max_new_tokens=2)
+    plain = QEvictCache(model, TIGHT.replace(budget=budget))
+    limit = None
+    for turn in (5, 1, 1, 1, 1, 1, 1, 20, 3, 1, 30, 1):
+        got, expected = (forward(model, cache, prompt(turn, seed=turn)) for cache in (announced, plain))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        limit = limit or announced.memory().budget
+        assert announced.memory().budget == limit
+        assert within_budget(announced)
+    assert announced.get_seq_length() == 66
+
+
 def test_a_padded_second_turn_equals_each_row_alone() -> None:
     model, first = endless(), prompt(60, batch=2)
     turns = [prompt(12, seed=1), prompt(5, seed=2)]
