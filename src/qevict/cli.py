@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from qevict.answer import Answer
 
 app = typer.Typer(
     name="qevict",
@@ -187,7 +189,7 @@ def demo(
 
     from qevict import demo as the_demo
     from qevict.config import QEvictConfig
-    from qevict.report.terminal import memory_bar, size
+    from qevict.report.terminal import demo_table, memory_bar
 
     store = torch.bfloat16
     configs = {
@@ -197,43 +199,21 @@ def demo(
         "paper() 20 %": QEvictConfig.paper(budget=0.2, store_dtype=store),
     }
     loaded, tokenizer = _load(model)
-    table = Table(title=f"Two questions about {tokens} tokens of the Python reference, cache in 16 bits")
-    for column, justify in _DEMO_COLUMNS:
-        table.add_column(column, justify=justify)
-    last: dict[str, Any] = {}
-    with _readable_errors(), progress.status("") as status:
-        status.update(f"{next(iter(configs))}: reading the document")
+    answers: dict[str, list[Answer]] = {name: [] for name in configs}
+    with _readable_errors(), progress.status("full KV: reading the document") as status:
         for name, question, result in the_demo.run(loaded, tokenizer, configs, tokens, max_new_tokens):
-            right = question.expected in result.text
-            table.add_row(
-                name,
-                question.text.split()[0] + " … " + question.text.split(" ", 2)[-1][-28:],
-                ("[green]✓[/] " if right else "[red]✗[/] ") + result.text.split("\n")[0][:32],
-                size(result.memory.reserved),
-                f"{result.memory.ratio:.1%}",
-                f"{result.tokens_per_second:.1f}",
-                f"{result.counts.full} / {result.counts.quantized} / {result.counts.evicted}",
-                str(result.moves.promoted),
-            )
-            last[name] = result
-            progress.print(f"{name}: {question.text} [bold]{result.text.splitlines()[0][:60]}[/]", highlight=False)
+            answers[name].append(result)
+            progress.print(f"{name}: {question.text} [bold]{_first_line(result.text)}[/]", highlight=False)
             status.update("reading the document again")
-    console.print(table)
-    for name, result in last.items():
+    asked = the_demo.questions(the_demo.NEEDLE)
+    console.print(demo_table(f"{tokens} tokens of the Python reference, cache in 16 bits", asked, answers))
+    for name, results in answers.items():
         console.print(f"\n[bold]{name}[/]")
-        console.print(memory_bar(result.memory))
+        console.print(memory_bar(results[-1].memory))
 
 
-_DEMO_COLUMNS: tuple[tuple[str, Any], ...] = (
-    ("cache", "left"),
-    ("question", "left"),
-    ("answer", "left"),
-    ("bytes", "right"),
-    ("of full KV", "right"),
-    ("tokens/s", "right"),
-    ("full / low-bit / evicted", "right"),
-    ("promotions", "right"),
-)
+def _first_line(text: str) -> str:
+    return text.splitlines()[0][:60] if text else ""
 
 
 def _context(prompt: str | None, file: Path | None) -> str:

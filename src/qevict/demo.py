@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qevict.answer import Answer, answer
 from qevict.config import QEvictConfig
-from qevict.needle import Needle, hide
+from qevict.needle import INTRODUCTION, Needle, hide
 
 _TOPICS = (
     "assert",
@@ -27,6 +27,9 @@ _TOPICS = (
     "with",
 )
 
+NEEDLE = Needle.random(seed=7)
+"""What `run` hides."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -38,10 +41,13 @@ class Question:
 
 
 def document(tokenizer: PreTrainedTokenizerBase, tokens: int, needle: Needle) -> str:
-    """The first `tokens` tokens of the Python reference on statements, with a needle a third of the way down."""
+    """The first `tokens` tokens of the Python reference on statements, with a needle a third of the way down.
+
+    It begins with the benchmark's announcement that a number is hidden: without it a small model does not find it.
+    """
     text = "\n".join(str(pydoc_data.topics.topics[topic]) for topic in _TOPICS)
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:tokens]
-    return hide(str(tokenizer.decode(ids)), needle, depth=1 / 3)
+    return f"{INTRODUCTION}\n{hide(str(tokenizer.decode(ids)), needle, depth=1 / 3)}"
 
 
 def questions(needle: Needle) -> tuple[Question, ...]:
@@ -64,10 +70,9 @@ def run(
     max_new_tokens: int,
 ) -> Iterator[tuple[str, Question, Answer]]:
     """Ask every question of every configuration; results come as they are ready."""
-    needle = Needle.random(seed=7)
-    text = document(tokenizer, tokens, needle)
+    text = document(tokenizer, tokens, NEEDLE)
     for name, config in configs.items():
-        for question in questions(needle):
+        for question in questions(NEEDLE):
             yield (
                 name,
                 question,

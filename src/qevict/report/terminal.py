@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from qevict.answer import Answer
 from qevict.budget import MemoryReport, TierPlan
+from qevict.demo import Question
 from qevict.geometry import KVGeometry
 from qevict.planning import PlannedTiers
 
@@ -98,3 +100,31 @@ def plan_table(geometry: KVGeometry, plan: TierPlan, planned: PlannedTiers, lane
     )
     over = Text(f"reserved storages pass the budget by {size(reserved - budget)}") if reserved > budget else Text()
     return Group(table, Text(notes), over)
+
+
+def demo_table(title: str, asked: Sequence[Question], answers: Mapping[str, Sequence[Answer]]) -> RenderableType:
+    """One row a cache: its answers, right or wrong, and what they took (memory and tiers after the last one)."""
+    table = Table(title=title)
+    table.add_column("cache")
+    for question in asked:
+        table.add_column(question.text, max_width=30)
+    for column in ("bytes", "tokens/s", "full / low-bit / evicted", "promotions"):
+        table.add_column(column, justify="right")
+    for name, results in answers.items():
+        shown = [_marked(q.expected, result.text) for q, result in zip(asked, results, strict=True)]
+        last = results[-1]
+        table.add_row(
+            name,
+            *shown,
+            f"{size(last.memory.reserved)} = {last.memory.ratio:.1%}",
+            f"{last.tokens_per_second:.1f}",
+            f"{last.counts.full} / {last.counts.quantized} / {last.counts.evicted}",
+            str(sum(result.moves.promoted for result in results)),
+        )
+    return table
+
+
+def _marked(expected: str, text: str) -> Text:
+    right = expected in text
+    mark = Text("✓ ", style="green") if right else Text("✗ ", style="red")
+    return mark.append(text.split("\n")[0][:40], style="default")
