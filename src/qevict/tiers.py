@@ -12,7 +12,7 @@ Settling it adds them to the scores and, when a routing event is due, routes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -211,7 +211,7 @@ class TierStore:
         if self.pending is None or count > available:
             raise ValueError(
                 f"cannot remove {count} tokens: only the last forward's {available} can be undone, older tokens have "
-                "been scored and routed"
+                "been scored and routed; activate_past_recording() on the cache beforehand keeps a prompt undoable"
             )
         self.length -= count
         self.pending = self.pending.first(available - count) if count < available else None
@@ -229,7 +229,14 @@ class TierStore:
         return other
 
     def replan(self, plan: TierPlan) -> None:
-        """Move into the larger storages of another plan; the windows stay where they are."""
+        """Move into the larger storages of another plan; the windows stay where they are.
+
+        A recent region that is a fraction of the budget may grow by more than the budget did, which would leave history
+        less room than it takes. The old capacities are kept then: they are within the larger budget.
+        """
+        sizes = ("protected_slots", "max_full", "max_codes", "arena_bytes")
+        if self.aged and any(getattr(plan, name) < getattr(self.plan, name) for name in sizes):
+            plan = replace(self.plan, tokens=plan.tokens, budget_bytes=plan.budget_bytes)
         old, lanes = self.arena, len(self.first_position)
         self.arena = Arena(plan, lanes, self.shape.heads, self.shape.head_dim, old.dtype, self.keys.device)
         self.arena.refill(old)
