@@ -25,7 +25,7 @@ def endless(family: str = "llama", **settings: Any) -> PreTrainedModel:
     """A tiny model that never stops by itself."""
     model = tiny_model(family, **settings)
     assert model.generation_config is not None
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = VOCAB  # assisted decoding on 5.2 wants one
     return model
 
 
@@ -47,6 +47,8 @@ def generate(model: PreTrainedModel, cache: Cache, inputs: Tensor | dict[str, Te
     """The `new` tokens that follow, greedy unless `how` says otherwise."""
     inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
     settings = {"do_sample": False, "max_new_tokens": new} | how
+    if isinstance(cache, QEvictCache) and how.keys() & {"assistant_model", "prompt_lookup_num_tokens"}:
+        cache.activate_past_recording()  # 5.2 does not ask for it, though its first forward holds a draft already
     output = model.generate(**inputs, **cache_argument(cache), **settings)
     assert isinstance(output, torch.Tensor)
     return output[:, inputs["input_ids"].shape[1] :]
