@@ -18,7 +18,7 @@ QUESTIONS = ["Who built the lighthouse?", "From which country was the lamp impor
 
 
 def test_a_question_is_answered_from_the_context(smollm2: tuple[Any, Any]) -> None:
-    result = answer(*smollm2, CONTEXT, QUESTIONS[0], budget=1.0, question_seen=True, max_new_tokens=12)
+    result = answer(*smollm2, CONTEXT, QUESTIONS[0], budget=1.0, question_seen=True, max_new_tokens=16)
     assert "Halvard" in result.text
     assert "<|" not in result.text
     assert result.question == QUESTIONS[0]
@@ -59,10 +59,10 @@ def test_a_tokenizer_without_a_chat_template_is_given_the_plain_text(smollm2: tu
     model, tokenizer = smollm2
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
-    result = answer(
-        model, plain, "Paris is the capital of", "France. Rome is the capital of", max_new_tokens=2, budget=1.0
-    )
-    assert result.prompt_tokens == len(plain("Paris is the capital of\n\nFrance. Rome is the capital of").input_ids)
+    context, question = "Paris is the capital of", "France. Rome is the capital of"
+    result = answer(model, plain, context, question, max_new_tokens=2, budget=1.0)
+    assert result.prompt_tokens == len(plain(f"{context}\n\n").input_ids) + len(plain(question).input_ids)
+    assert result.text.startswith("Italy")
 
 
 def test_no_questions_no_answers(smollm2: tuple[Any, Any]) -> None:

@@ -70,14 +70,14 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words: list[str], says: str) 
 def test_generate_answers_a_question_about_standard_input(smollm2: tuple[Any, Any]) -> None:
     text = "The keeper of the lighthouse is called Ines Halvard. " + "The sea is grey and cold. " * 30
     question = "What is the name of the keeper of the lighthouse?"
-    result = invoke("generate", "--question", question, "--budget", "60%", "-n", "10", stdin=text)
+    result = invoke("generate", "--question", question, "--budget", "60%", "-n", "14", stdin=text)
     assert result.exit_code == 0, result.output
     assert "Halvard" in result.stdout
     shown = " ".join(result.output.split())
     assert "full KV" in shown
     assert "= 60.0%" in shown
     assert "kept" in shown
-    full = invoke("generate", "--question", question, "--method", "full", "-n", "10", stdin=text)
+    full = invoke("generate", "--question", question, "--method", "full", "-n", "14", stdin=text)
     assert "Halvard" in full.stdout
     assert "= 100.0%" in " ".join(full.output.split())
 

@@ -135,7 +135,10 @@ def answer(
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Token ids `[1, tokens]` of the context with all that stands before it, and of the rest."""
+    """Token ids `[1, tokens]` of the context with all that stands before it, and of the rest.
+
+    The two are tokenized apart in either protocol, so that both see the same tokens.
+    """
 
     context: Int[Tensor, "one context"]
     question: Int[Tensor, "one question"]
