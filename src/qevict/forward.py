@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -16,12 +16,14 @@ class Forward:
     """The new columns of a batch.
 
     Attributes:
+        start: columns before these.
         columns: how many there are, padding included.
         valid: true where there is a token; None where there is no padding among them.
         positions: absolute positions, arbitrary at padding.
         counts: tokens of each row.
     """
 
+    start: int
     columns: int
     valid: Bool[Tensor, "batch columns"] | None
     positions: Int[Tensor, "batch columns"]
@@ -62,7 +64,32 @@ class Forward:
         if position_ids.ndim != 2:
             raise ValueError(f"positions of shape {tuple(position_ids.shape)} are not supported; [batch, tokens] are")
         counts = (columns,) * batch if valid is None else tuple(valid.sum(dim=1).tolist())
-        return cls(columns, valid, position_ids.to(device).expand(batch, -1), counts)
+        return cls(seen, columns, valid, position_ids.to(device).expand(batch, -1), counts)
+
+    def to(self, device: torch.device) -> Forward:
+        """The same on another device; the layers of a model may lie on several."""
+        if self.positions.device == device:
+            return self
+        valid = None if self.valid is None else self.valid.to(device)
+        return replace(self, valid=valid, positions=self.positions.to(device))
+
+    def first(self, columns: int) -> Forward:
+        """The first columns alone."""
+        valid = None if self.valid is None else self.valid[:, :columns]
+        counts = (columns,) * len(self.counts) if valid is None else tuple(valid.sum(dim=1).tolist())
+        return replace(self, columns=columns, valid=valid, positions=self.positions[:, :columns], counts=counts)
+
+    def take(self, rows: Int[Tensor, " rows"]) -> Forward:
+        """The given rows."""
+        valid = None if self.valid is None else self.valid[rows]
+        counts = tuple(self.counts[row] for row in rows.tolist())
+        return replace(self, valid=valid, positions=self.positions[rows], counts=counts)
+
+    def last_tokens(self, columns: int) -> tuple[int, ...]:
+        """How many tokens each row has in the last `columns` columns."""
+        if self.valid is None:
+            return (columns,) * len(self.counts)
+        return tuple(self.valid[:, self.columns - columns :].sum(dim=1).tolist())
 
     def tokens(self, rows: Int[Tensor, " rows"], count: int) -> Int[Tensor, "rows count"] | None:
         """Columns of the rows' tokens, which have `count` each; None where that is every column."""

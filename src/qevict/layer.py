@@ -117,15 +117,13 @@ class QEvictLayer(CacheLayerMixin):
                 f"cannot remove {removed} tokens: only the last forward's {self.last.columns} can be undone, older "
                 "tokens have been scored and routed"
             )
-        valid = self.last.valid
-        dropped = (removed,) * self.batch if valid is None else tuple(valid[:, -removed:].sum(dim=1).tolist())
+        dropped = self.last.last_tokens(removed)
         self._split(dropped)
         for cohort in self.cohorts:
             count = dropped[int(cohort.rows[0])]
             if count:
                 cohort.store.crop(count)
-        left = self.last.columns - removed
-        self.last = Forward(left, None if valid is None else valid[:, :left], self.last.positions[:, :left], ())
+        self.last = self.last.first(self.last.columns - removed)
         self.seen -= removed
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -152,17 +150,21 @@ class QEvictLayer(CacheLayerMixin):
         Returns:
             `[batch, tokens, query_heads, head_dim]`.
         """
-        forward = self._read(module, handle, mask, call)
-        if not self.cohorts:
-            output: Tensor = call.exact(query, handle.keys, handle.values, mask)[0]
-            self._begin(module, query, handle, forward, call.scaling)
-        else:
-            output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
-            self._split(forward.counts)
-            for cohort in self.cohorts:
-                self._continue(cohort, query, handle, forward, call.scaling, output)
-        self.seen += forward.columns
-        self.last = forward
+        # What is exact may be differentiated; what is kept never is, and it has to be usable in inference mode and
+        # outside of it, whichever it was made in.
+        output: Tensor | None = None if self.cohorts else call.exact(query, handle.keys, handle.values, mask)[0]
+        query, handle = query.detach(), KVHandle(self, handle.keys.detach(), handle.values.detach())
+        with torch.inference_mode(False), torch.no_grad():
+            forward = self._read(module, handle, mask, call)
+            if output is None:
+                output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+                self._split(forward.counts)
+                for cohort in self.cohorts:
+                    self._continue(cohort, query, handle, forward, call.scaling, output)
+            else:
+                self._begin(module, query, handle, forward, call.scaling)
+            self.seen += forward.columns
+            self.last = forward
         return output
 
     def _read(self, module: nn.Module, handle: KVHandle, mask: LazyMask | None, call: AttentionCall) -> Forward:
@@ -177,7 +179,12 @@ class QEvictLayer(CacheLayerMixin):
             positions = call.settings.get("position_ids")
             session.forward = Forward.read(mask, positions, batch, columns, self.seen, handle.keys.device)
             self._check(session.forward)
-        return session.forward
+        if session.forward.start != self.seen:
+            raise RuntimeError(
+                f"layer {self.index} has seen {self.seen} tokens and the first managed layer {session.forward.start}: "
+                "a forward was interrupted between them; reset() the cache, or make a new one"
+            )
+        return session.forward.to(handle.keys.device)
 
     def _check(self, forward: Forward) -> None:
         """Refuse a forward that the cache would get wrong; done by the first managed layer only."""
@@ -341,10 +348,7 @@ class QEvictLayer(CacheLayerMixin):
                 cohorts.append(Cohort(rows, cohort.store.take(self._lane_index(place[source[rows]]))))
         self.cohorts, self.batch = cohorts, len(source)
         if self.last is not None:
-            valid = self.last.valid
-            self.last = Forward(
-                self.last.columns, None if valid is None else valid[source], self.last.positions[source], ()
-            )
+            self.last = self.last.take(source)
 
     def extend(self, tokens: int) -> None:
         """Derive the budget from `tokens` more tokens than were seen so far."""
