@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, currently_in_test_context, given, settings
+from hypothesis import assume, currently_in_test_context, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,7 +29,7 @@ ROWS = 2
 Op = tuple[Any, ...]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tensors are tiny here: threads only wait for each other."""
     before = torch.get_num_threads()
@@ -355,7 +355,7 @@ def play(case: Case, prompt: int, ops: list[Op]) -> Run:
     return run
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(cases(), PROMPTS, OPS)
 def test_random_schedules_match_the_slow_lane(case: Case, prompt: int, ops: list[Op]) -> None:
     play(case, prompt, ops)
@@ -486,7 +486,7 @@ def test_a_prompt_stays_pending_until_it_is_settled(cropped: int) -> None:
     assert run.store.length == 32 - cropped
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(cases(granularity="layer"), PROMPTS, OPS, st.permutations(range(ROWS)))
 def test_lanes_are_independent(case: Case, prompt: int, ops: list[Op], order: list[int]) -> None:
     """A lane alone gets what it gets in a batch, and a permuted batch is permuted through and through."""
