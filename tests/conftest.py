@@ -18,7 +18,7 @@ settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
+torch.set_num_threads(1)  # the tensors are tiny, and threads that wait for each other are slow on a busy machine
 
 # torch.empty comes filled with NaN, so that output that nobody wrote shows.
 torch.use_deterministic_algorithms(True, warn_only=True)

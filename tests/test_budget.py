@@ -49,7 +49,9 @@ def test_split_by_hand() -> None:
     plan = plan_tiers(config, SMALL, 100)
     budget = 50 * 128
     charged = 1 + 5 + 3 + 4  # sinks, recent, growth of a window less one and of an interval
-    history = budget - charged * 128 - 3 * 8  # 12 tokens behind the sink touch three windows, a score each
+    history = (
+        budget - charged * 128 - 3 * 8 - 8
+    )  # 12 tokens behind the sink touch three windows, a score each; 8 for the lane
     codes = 2 * 16 * 1 + 2 * 4 * 4  # keys: 4 codes of 2 bits in each of 2 x 16 channels; values: 16 codes a token
     parameters = 4 * (2 * 16 + 2 * 4)  # a scale and an offset of 16 bits for each channel and each token
     assert plan.budget_bytes == budget
@@ -63,7 +65,7 @@ def test_split_by_hand() -> None:
 def test_coverage_by_hand() -> None:
     config = QEvictConfig(budget=Budget(bytes=2 * 6400), window_size=4, sink_tokens=1, recent_tokens=5)
     plan = plan_tiers(config, SMALL, None)
-    history = 6400 - 13 * 128 - 3 * 8
+    history = 6400 - 13 * 128 - 3 * 8 - 8
     assert plan.full_capacity == 0  # q = 1: Eq. 3 knows no full tier
     assert plan.code_capacity == history // (224 + 12)
     assert plan.max_full == (history - 12 * (history // 524 + history // 236)) // 512
@@ -99,18 +101,18 @@ def test_a_budget_too_small_says_the_three_numbers() -> None:
     with pytest.raises(ValueError, match="protected tokens") as caught:
         plan_tiers(QEvictConfig(budget=0.2), SMALL, 200)
     charged = 5 + 32 + 15 + 16
-    cost = SMALL.full_bytes(charged) + 2 * 8 * 4
+    cost = SMALL.full_bytes(charged) + 2 * (8 * 4 + 8)
     numbers = re.findall(r"[\d,]*\d", str(caught.value))
     assert numbers == [f"{SMALL.full_bytes(40):,}", str(charged), f"{cost:,}"]
     assert "raise the budget or lower sink_tokens, recent_tokens, window_size or routing_interval" in str(caught.value)
 
 
 def test_a_budget_that_just_holds_the_protected_tokens() -> None:
-    config = QEvictConfig(budget=Budget(bytes=2 * (68 * 128 + 4 * 8)))
+    config = QEvictConfig(budget=Budget(bytes=2 * (68 * 128 + 4 * 8 + 8)))
     plan = plan_tiers(config, SMALL, 200)
     assert (plan.history_bytes, plan.max_full, plan.max_codes, plan.arena_bytes) == (0, 0, 0, 0)
     with pytest.raises(ValueError, match="cannot hold the 68 protected tokens"):
-        plan_tiers(config.replace(budget=Budget(bytes=2 * (68 * 128 + 4 * 8) - 2)), SMALL, 200)
+        plan_tiers(config.replace(budget=Budget(bytes=2 * (68 * 128 + 4 * 8 + 8) - 2)), SMALL, 200)
 
 
 @pytest.mark.parametrize("tokens", [1, 36, 37, 67, 68])
@@ -247,7 +249,7 @@ def test_store_dtype_sets_the_bytes_of_the_geometry_not_the_fraction() -> None:
 def test_a_budget_that_is_filled_to_the_last_byte(allocation: str) -> None:
     """Slots of 4 bytes and an odd number of them: rounding the arena up would exceed the budget."""
     config = QEvictConfig(window_size=1, sink_tokens=0, recent_tokens=1, quantized_fraction=0.0)
-    config = config.replace(allocation=allocation, budget=Budget(bytes=2 * (4 + 8) + 3 * (4 + 12)))
+    config = config.replace(allocation=allocation, budget=Budget(bytes=8 + 2 * (4 + 8) + 3 * (4 + 12)))
     plan = plan_tiers(config, KVGeometry(1, 1, 1, 1, 2), None)
     assert plan.max_full == 3
     assert plan.reserved_bytes == plan.budget_bytes

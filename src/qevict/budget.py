@@ -16,6 +16,8 @@ SCORE_BYTES = 8
 """Bytes of a window's score: its ranking state and the mass since the last event, float32 each."""
 SLOT_BYTES = 4 + SCORE_BYTES
 """Bytes of metadata of a slot: its window number (int32), from which the positions follow, and its score."""
+LANE_BYTES = 8
+"""Bytes of a lane's own metadata: the position of its first token (int64)."""
 _ALIGNMENT = 4  # a lane's arena is viewed in elements of up to four bytes; windows are multiples of it in either form
 
 
@@ -67,7 +69,8 @@ class TierPlan:
     def reserved_bytes(self) -> int:
         """Bytes that the lane's storages take, used or not."""
         return (
-            self.protected_slots * self.token_bytes
+            LANE_BYTES
+            + self.protected_slots * self.token_bytes
             + self.recent_windows * SCORE_BYTES
             + (self.max_full + self.max_codes) * SLOT_BYTES
             + self.arena_bytes
@@ -75,8 +78,8 @@ class TierPlan:
 
 
 def protected_bytes(tokens: int, sink_tokens: int, token_bytes: int, window: int) -> int:
-    """Bytes of `tokens` protected tokens and the scores of the windows among them."""
-    return tokens * token_bytes + _windows(tokens - sink_tokens, window) * SCORE_BYTES
+    """Bytes of `tokens` protected tokens, the scores of the windows among them, and the lane's own metadata."""
+    return LANE_BYTES + tokens * token_bytes + _windows(tokens - sink_tokens, window) * SCORE_BYTES
 
 
 def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -> TierPlan:

@@ -180,7 +180,8 @@ class QEvictCache(Cache):
 
     def moves(self) -> Moves:
         """Windows moved since the beginning, over all layers and rows."""
-        return sum((cohort.store.moves for layer in self._managed for cohort in layer.cohorts), start=Moves())
+        stores = (cohort.store for layer in self._managed for cohort in layer.cohorts)
+        return sum((moves for store in stores for moves in store.moves), start=Moves())
 
     def __repr__(self) -> str:
         return f"QEvictCache({self.config.limit}, {len(self._managed)} of {len(self.layers)} layers managed)"

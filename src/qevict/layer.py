@@ -21,7 +21,7 @@ from qevict.tiers import TierStore
 
 MAX_DRAFT = 64
 """A later forward of up to this many tokens may be a draft, so it stays pending and can be cropped; a longer one is
-taken as text and routed at once, so that only one layer at a time holds it uncompressed."""
+taken as text and settled at once, so that only one layer at a time holds it uncompressed."""
 
 
 @dataclass
@@ -125,6 +125,8 @@ class QEvictLayer(CacheLayerMixin):
                 cohort.store.crop(count)
         self.last = self.last.first(self.last.columns - removed)
         self.seen -= removed
+        if self.seen == 0:  # the next forward is a first one again
+            self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]`."""

@@ -34,7 +34,7 @@ class Aged(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """How many windows a routing event moved, over all lanes: counts of the ledger's events.
+    """How many windows moved: counts of the ledger's events.
 
     Attributes:
         promoted: from codes to full precision.
@@ -83,7 +83,7 @@ def carry_out(
     codec: Codec,
     rope: Rope,
     first_position: Int[Tensor, " lanes"],
-) -> Moves:
+) -> list[Moves]:
     """Give every candidate its new state.
 
     Args:
@@ -91,7 +91,7 @@ def carry_out(
         first_position: position of the first token of window 0 in each lane.
 
     Returns:
-        What moved.
+        What moved in each lane.
     """
     to_full, to_codes = tier == FULL, tier == QUANTIZED
     fresh = to_codes & ~pool.has_codes
@@ -117,12 +117,13 @@ def carry_out(
     asleep = _gathered(to_full, code_column)
     arena.codes.window[:, start:] = torch.where(asleep, dormant(code_window), code_window)
     arena.codes.state[:, start:] = _gathered(pool.score, code_column)
-    return Moves(
-        promoted=int((to_full & pool.in_codes).sum()),
-        quantized=int(fresh.sum()),
-        reactivated=int((to_codes & pool.has_codes & ~pool.in_codes).sum()),
-        evicted=int(((tier == EVICTED) & (pool.window >= 0)).sum()),
+    counts = (
+        to_full & pool.in_codes,
+        fresh,
+        to_codes & pool.has_codes & ~pool.in_codes,
+        (tier == EVICTED) & (pool.window >= 0),
     )
+    return [Moves(*lane) for lane in torch.stack([moved.sum(dim=1) for moved in counts], dim=1).tolist()]
 
 
 class _Source:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qevict.arena import Arena
-from qevict.budget import SCORE_BYTES, MemoryReport, TierPlan
+from qevict.budget import SCORE_BYTES, SLOT_BYTES, MemoryReport, TierPlan
 from qevict.codecs import WindowShape
 from qevict.config import QEvictConfig
 from qevict.kernels.reference import TierView, prompt_mass, window_sums
@@ -63,6 +63,12 @@ class Pending:
             None if self.keys is None else self.keys[:, :, :count],
             None if self.values is None else self.values[:, :, :count],
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait with it, beside the storages."""
+        held = (self.mass, self.prompt, self.keys, self.values)
+        return sum(t.nbytes for t in held if t is not None)
 
     def take(self, lanes: Int[Tensor, " chosen"]) -> Pending:
         """The forward of the given lanes."""
@@ -110,7 +116,7 @@ class TierStore:
         self.aged = 0  # windows that left the recent region
         self.since_event = 0  # settled tokens since the last routing event
         self.events = 0
-        self.moves = Moves()
+        self.moves = [Moves()] * lanes  # of each lane; a diagnostic, like `events`
         self.pending: Pending | None = None
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -128,8 +134,9 @@ class TierStore:
         full = arena.full_slots()[:, : arena.full_used]
         window = arena.codes.window[:, codes].long()
         return TierView(
-            local_keys=torch.cat([self.keys[:, :, :used].to(new_keys.dtype), new_keys], dim=2),
-            local_values=torch.cat([self.values[:, :, :used].to(new_values.dtype), new_values], dim=2),
+            # In float32, as bfloat16 storage can hold what rounds to infinity in float16.
+            local_keys=torch.cat([self.keys[:, :, :used].float(), new_keys.float()], dim=2),
+            local_values=torch.cat([self.values[:, :, :used].float(), new_values.float()], dim=2),
             full_keys=full[:, :, 0],
             full_values=full[:, :, 1],
             full_present=arena.full.window[:, : arena.full_used] >= 0,
@@ -174,8 +181,8 @@ class TierStore:
     def settle(self, coming: int = 0) -> None:
         """Make the last forward count, before `coming` new tokens are attended; route if an event is due.
 
-        An event is due every `interval` tokens, after a first forward, and earlier where the protected storage has no
-        room left.
+        An event is due every `interval` tokens, after a first forward, and where the protected storage has no room for
+        the tokens that stayed.
 
         Raises:
             RuntimeError: if the plan was made for a sequence so short that all of it is protected, and it gets longer.
@@ -190,16 +197,21 @@ class TierStore:
             return
         self.pending = None
         self.since_event += pending.count
-        crowded = used + coming > self.plan.protected_slots
-        due = pending.keys is not None or self.since_event >= self.config.interval or (crowded and coming > 0)
-        mass = self._mass(pending, due)
-        if not due:
-            self._add_mass(mass)
-            return
+        local = self.length - self.aged * self.plan.window
+        crowded = local > self.plan.protected_slots
+        due = pending.prompt is not None or self.since_event >= self.config.interval or crowded
+        # Windows that only cropped tokens had begun are no windows.
+        columns = self.arena.full_used + self.arena.code_used + self._windows(local)
+        mass = self._mass(pending, due)[:, :columns]
         keys, values = self.keys[:, :, :used], self.values[:, :, :used]
         if pending.keys is not None and pending.values is not None:
             keys, values = _joined(keys, pending.keys), _joined(values, pending.values)
-        self._route(keys, values, mass)
+        if due:
+            self._route(keys, values, mass)
+            return
+        self._add_mass(mass)
+        if pending.keys is not None:
+            self.keys[:, :, :local], self.values[:, :, :local] = keys, values
 
     def crop(self, count: int) -> None:
         """Undo the last `count` tokens of the pending forward, exactly: they never score or age.
@@ -225,6 +237,7 @@ class TierStore:
         for name in ("keys", "values", "recent_state", "recent_mass", "first_position"):
             setattr(other, name, getattr(self, name)[lanes])
         other.arena = self.arena.take(lanes)
+        other.moves = [self.moves[lane] for lane in lanes.tolist()]
         other.pending = None if self.pending is None else self.pending.take(lanes)
         return other
 
@@ -271,20 +284,18 @@ class TierStore:
         lanes = len(self.first_position)
         sinks = min(self.plan.sink_tokens, self.stored)
         recent = self.stored - sinks
-        pending = self.pending
-        held = pending is not None and pending.keys is not None and pending.values is not None
-        storages = (self.keys, self.values, self.recent_state, self.recent_mass)
+        storages = (self.keys, self.values, self.recent_state, self.recent_mass, self.first_position)
         return MemoryReport(
             sink=lanes * sinks * self.plan.token_bytes,
             recent=lanes * recent * self.plan.token_bytes,
             full=full * self.plan.full_bytes,
             codes=codes * layout.code_bytes,
             parameters=codes * layout.parameter_bytes,
-            position=(full + codes) * 4,
-            ledger=(full + codes + lanes * -(-recent // self.plan.window)) * SCORE_BYTES,
+            position=(full + codes) * (SLOT_BYTES - SCORE_BYTES) + self.first_position.nbytes,
+            ledger=(full + codes + lanes * self._windows(self.stored)) * SCORE_BYTES,
             reserved=self.arena.reserved_bytes() + sum(t.nbytes for t in storages),
             budget=lanes * self.plan.budget_bytes,
-            workspace=pending.keys.nbytes + pending.values.nbytes if held else 0,  # type: ignore[union-attr]
+            workspace=0 if self.pending is None else self.pending.nbytes,
         )
 
     # -- routing ---------------------------------------------------------------------------------------------------
@@ -293,6 +304,10 @@ class TierStore:
     def _all_protected(self) -> bool:
         """Whether all S tokens fit into the protected storage, so that nothing ever ages."""
         return self.plan.tokens is not None and self.plan.tokens <= self.plan.protected_slots
+
+    def _windows(self, local: int) -> int:
+        """Windows that so many local tokens touch, the sinks among them left out."""
+        return -(-max(0, local - self.plan.sink_tokens) // self.plan.window)
 
     def _window_zero(self) -> Int[Tensor, " lanes"]:
         """Position of the first token of window 0 in each lane."""
@@ -338,9 +353,10 @@ class TierStore:
         stop = sinks + count * window
         aged = self._aged(count, keys[:, :, sinks:stop], values[:, :, sinks:stop], state)
         pool = candidates(self.arena, aged)
-        self.moves += carry_out(
+        moved = carry_out(
             self.arena, pool, assign(self.config, self.plan, pool), aged, self.codec, self.rope, self._window_zero()
         )
+        self.moves = [before + now for before, now in zip(self.moves, moved, strict=True)]
         for storage, local in ((self.keys, keys), (self.values, values)):
             kept = torch.cat([local[:, :, :sinks], local[:, :, stop:]], dim=2)
             storage[:, :, : kept.shape[2]] = kept

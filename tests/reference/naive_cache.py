@@ -64,7 +64,6 @@ class NaiveLane:
         first = not self.tokens
         history = [entry for token in range(len(self.tokens)) if (entry := self.read(token)) is not None]
         start = len(self.tokens)
-        stored = self.local_tokens()
         self.tokens += [(keys[:, j], values[:, j]) for j in range(new)]
         fresh = [(self.window_of(start + j), *self.tokens[start + j]) for j in range(new)]
         windows, seen_keys, seen_values = zip(*history, *fresh, strict=True)
@@ -81,7 +80,7 @@ class NaiveLane:
                     mass[window] = mass.get(window, 0.0) + share
             masses.append(mass)
         self.pending, self.pending_mass = new, masses
-        self.event_after = first or stored + new > self.plan.protected_slots
+        self.event_after = first
         self.counted = self.config.prompt_queries if first or text else None
         if text:
             self.settle(0)
@@ -102,7 +101,7 @@ class NaiveLane:
             key, value = self.tokens[token]
             self.tokens[token] = key.to(self.dtype), value.to(self.dtype)
         self.since_event += self.pending
-        no_room = coming > 0 and self.local_tokens() + coming > self.plan.protected_slots
+        no_room = self.local_tokens() > self.plan.protected_slots
         due = self.event_after or self.since_event >= self.config.interval or no_room
         masses = self.pending_mass if due or self.config.score_steps == "every" else []
         if self.counted is not None:
@@ -228,12 +227,13 @@ class NaiveLane:
     # -- what is held ------------------------------------------------------------------------------------------------
 
     def used_bytes(self, code_bytes: int) -> int:
-        """Eq. 8 for this lane: protected tokens, windows, codes (dormant ones too), numbers and scores."""
+        """Eq. 8 for this lane: protected tokens, windows, codes (dormant ones too), numbers, scores, first position."""
         local = self.local_tokens()
         sinks = min(local, self.plan.sink_tokens)
         full = sum(tier == FULL for tier in self.tier.values())
         return (
-            local * self.plan.token_bytes
+            8
+            + local * self.plan.token_bytes
             + -(-(local - sinks) // self.window) * SCORE
             + full * (self.window * self.plan.token_bytes + SLOT)
             + len(self.codes) * (code_bytes + SLOT)

@@ -14,7 +14,7 @@ from qevict.demo import Question
 from qevict.geometry import KVGeometry
 from qevict.planning import PlannedTiers
 
-_WIDTH = 60
+_WIDTH = 48
 _COLOURS = {
     "sink": "bright_blue",
     "recent": "blue",
@@ -108,18 +108,19 @@ def demo_table(title: str, asked: Sequence[Question], answers: Mapping[str, Sequ
     table.add_column("cache")
     for question in asked:
         table.add_column(question.text, max_width=30)
-    for column in ("bytes", "tokens/s", "full / low-bit / evicted", "promotions"):
-        table.add_column(column, justify="right")
+    for column in ("bytes", "tokens/s", "windows"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, results in answers.items():
         shown = [_marked(q.expected, result.text) for q, result in zip(asked, results, strict=True)]
         last = results[-1]
         table.add_row(
             name,
             *shown,
-            f"{size(last.memory.reserved)} = {last.memory.ratio:.1%}",
+            f"{size(last.memory.reserved)}\n{last.memory.ratio:.1%}",
             f"{last.tokens_per_second:.1f}",
-            f"{last.counts.full} / {last.counts.quantized} / {last.counts.evicted}",
-            str(sum(result.moves.promoted for result in results)),
+            f"{last.counts.full} full\n{last.counts.quantized} low-bit\n{last.counts.evicted} evicted\n"
+            f"{sum(result.moves.promoted for result in results)} promoted",
+            end_section=True,
         )
     return table
 
