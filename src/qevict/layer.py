@@ -160,7 +160,8 @@ class QEvictLayer(CacheLayerMixin):
             forward = self._read(module, handle, mask, call)
             if output is None:
                 output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
-                self._split(forward.counts)
+                if forward.valid is not None:
+                    self._split(forward.counts)
                 for cohort in self.cohorts:
                     self._continue(cohort, query, handle, forward, call.scaling, output)
             else:
