@@ -43,9 +43,8 @@ def test_uncompressed_bytes_by_hand() -> None:
 
 def test_split_by_hand() -> None:
     """Eq. 3 with a window of 4 tokens, one layer's share of half of 100 tokens."""
-    config = QEvictConfig(
-        budget=0.5, window_size=4, sink_tokens=1, recent_tokens=5, quantized_fraction=0.25, allocation="split"
-    )
+    settings = {"window_size": 4, "sink_tokens": 1, "recent_tokens": 5, "bits": 2}
+    config = QEvictConfig(budget=0.5, quantized_fraction=0.25, allocation="split", **settings)
     plan = plan_tiers(config, SMALL, 100)
     budget = 50 * 128
     charged = 1 + 5 + 3 + 4  # sinks, recent, growth of a window less one and of an interval
@@ -63,7 +62,7 @@ def test_split_by_hand() -> None:
 
 
 def test_coverage_by_hand() -> None:
-    config = QEvictConfig(budget=Budget(bytes=2 * 6400), window_size=4, sink_tokens=1, recent_tokens=5)
+    config = QEvictConfig(budget=Budget(bytes=2 * 6400), window_size=4, sink_tokens=1, recent_tokens=5, bits=2)
     plan = plan_tiers(config, SMALL, None)
     history = 6400 - 13 * 128 - 3 * 8 - 8
     assert plan.full_capacity == 0  # q = 1: Eq. 3 knows no full tier

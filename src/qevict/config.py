@@ -120,7 +120,7 @@ class QEvictConfig:
     quantized_fraction: float = 1.0
     allocation: Literal["coverage", "split"] = "coverage"
     codec: str | Codec = "minmax"
-    bits: int = 2
+    bits: int = 4
     ranking: str | Ranking | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = "cumulative"
     granularity: Literal["layer", "kv_head"] = "layer"
     prompt_queries: int | Literal["all"] = 32
