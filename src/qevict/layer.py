@@ -380,9 +380,8 @@ def _chosen(
     batch: int,
 ) -> Float[Tensor, "rows heads tokens dim"]:
     """The tokens of some rows, without copying where that is all of them."""
-    chosen = states if len(rows) == batch else states[rows]
-    if len(rows) == batch and not torch.equal(rows, torch.arange(batch, device=rows.device)):
-        chosen = states[rows]
+    in_order = len(rows) == batch and torch.equal(rows, torch.arange(batch, device=rows.device))
+    chosen = states if in_order else states[rows]
     if columns is None:
         return chosen
     index = columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
