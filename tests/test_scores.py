@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -23,15 +22,6 @@ from tiny import VOCAB, tiny_model
 PROMPT, STEPS = 45, 17
 WINDOW, SINKS = 4, 3
 NAMES = {routing.FULL: FULL, routing.QUANTIZED: CODES, routing.EVICTED: EVICTED}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,15 +27,6 @@ from reference.naive_cache import CODES, EVICTED, FULL, NaiveLane
 NAMES = {routing.FULL: FULL, routing.QUANTIZED: CODES, routing.EVICTED: EVICTED}
 ROWS = 2
 Op = tuple[Any, ...]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
