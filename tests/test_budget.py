@@ -83,9 +83,9 @@ def test_kv_heads_share_the_budget_evenly() -> None:
 
 
 def test_absolute_budgets() -> None:
-    assert row_bytes(QEvictConfig(budget=Budget(bytes=12345)), SMALL, None) == 12345
-    assert row_bytes(QEvictConfig(budget=Budget(tokens=30)), SMALL, None) == SMALL.full_bytes(30)
-    assert row_bytes(QEvictConfig(budget=0.25), SMALL, 80) == SMALL.full_bytes(20)
+    assert row_bytes(Budget(bytes=12345), SMALL, None) == 12345
+    assert row_bytes(Budget(tokens=30), SMALL, None) == SMALL.full_bytes(30)
+    assert row_bytes(Budget(fraction=0.25), SMALL, 80) == SMALL.full_bytes(20)
     plan = plan_tiers(QEvictConfig(budget=Budget(tokens=300)), SMALL, None)
     assert plan.tokens is None
     assert plan.budget_bytes == 300 * SMALL.token_bytes

@@ -24,13 +24,13 @@ from qevict.architectures import text_config
 PREFIX = "qevict_"
 
 _NOT_ATTACHED = (
-    "a QEvictCache was used by a model that does not call its attention function; keep the attention implementation "
-    "that QEvictCache(model, ...) sets, or call qevict.attach(model) again"
+    "a managed cache was used by a model that does not call its attention function; keep the attention implementation "
+    "that making the cache sets, or call qevict.attach(model) again"
 )
 
 
 @runtime_checkable
-class ManagedLayer(Protocol):
+class AttendingLayer(Protocol):
     """What the attention function needs of a cache layer."""
 
     def attend(
@@ -45,7 +45,7 @@ class KVHandle:
 
     __slots__ = ("keys", "layer", "values")
 
-    def __init__(self, layer: ManagedLayer, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, layer: AttendingLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -106,7 +106,7 @@ class LazyMask:
 def attach(model: PreTrainedModel) -> None:
     """Let the model call qevict's attention function. Nothing changes for other caches.
 
-    `QEvictCache(model, ...)` does this; it is needed again only after the attention implementation was set anew.
+    Making a cache does this; it is needed again only after the attention implementation was set anew.
 
     Raises:
         ValueError: if the model does not look up its attention function, so that it cannot be replaced.
@@ -142,7 +142,7 @@ def _attention(
         return call.exact(query, key, value, attention_mask)
     if isinstance(attention_mask, torch.Tensor):
         raise ValueError(
-            f"a QEvictCache takes a 2-D padding mask [batch, tokens]; got a mask of shape {tuple(attention_mask.shape)}"
+            f"this cache takes a 2-D padding mask [batch, tokens]; got a mask of shape {tuple(attention_mask.shape)}"
         )
     return key.layer.attend(module, query, key, attention_mask, call), None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from qevict.codecs import WindowShape
-from qevict.config import QEvictConfig
+from qevict.config import Budget, QEvictConfig
 from qevict.geometry import KVGeometry
 
 SCORE_BYTES = 8
@@ -21,12 +21,17 @@ LANE_BYTES = 8
 _ALIGNMENT = 4  # a lane's arena is viewed in elements of up to four bytes; windows are multiples of it in either form
 
 
+class InfeasibleBudgetError(ValueError):
+    """A budget that cannot hold what a method must keep."""
+
+
 @dataclass(frozen=True)
 class TierPlan:
     """Capacities of one lane, derived from its share of the budget.
 
     Attributes:
         tokens: S, the tokens that the budget was derived from; None where the budget is absolute and S unknown.
+        prompt: tokens that may ever age where everything after them is to be exact (scope "prompt"); None otherwise.
         budget_bytes: the lane's share of the budget.
         token_bytes: bytes of one full-precision token in the lane.
         sink_tokens, recent_tokens: the protected region between routing events at its smallest.
@@ -40,6 +45,7 @@ class TierPlan:
     """
 
     tokens: int | None
+    prompt: int | None
     budget_bytes: int
     token_bytes: int
     sink_tokens: int
@@ -82,35 +88,44 @@ def protected_bytes(tokens: int, sink_tokens: int, token_bytes: int, window: int
     return LANE_BYTES + tokens * token_bytes + _windows(tokens - sink_tokens, window) * SCORE_BYTES
 
 
-def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -> TierPlan:
+def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, prompt: int = 0) -> TierPlan:
     """The capacities of every lane of a row.
 
     Args:
         tokens: S, prompt plus announced new tokens of the row, padding left out; None if it is not known, which an
             absolute budget allows.
+        prompt: those of the prompt; only a budget of scope "prompt" asks.
 
     Raises:
-        ValueError: if the budget is a fraction and `tokens` is None, or if it cannot hold the protected tokens.
+        ValueError: if the budget is a fraction and `tokens` is None.
+        InfeasibleBudgetError: if it cannot hold the protected tokens.
     """
     lanes = geometry.kv_heads if config.granularity == "kv_head" else 1
     heads = geometry.kv_heads // lanes
     token_bytes = geometry.token_bytes // lanes
     window = config.window_size
-    budget = row_bytes(config, geometry, tokens) // (geometry.layers * lanes)
+    limit = config.limit
+    budget = row_bytes(limit, geometry, tokens, prompt) // (geometry.layers * lanes)
 
     recent = config.recent_tokens
     if isinstance(recent, float):
         recent = max(1, int(recent * budget) // token_bytes)
     # After an event the recent region holds up to window - 1 tokens of a window that is not complete, and until the
     # next event is carried out (at the start of an update) another `interval` tokens arrive.
-    slots = config.sink_tokens + recent + window - 1 + config.interval
-    charged = slots if config.reserve_growth else config.sink_tokens + recent
+    slots, charged = config.sink_tokens + recent + window - 1, config.sink_tokens + recent
+    if limit.scope == "prompt":
+        assert tokens is not None  # by row_bytes
+        slots, charged = slots + tokens - prompt, charged + tokens - prompt
+    else:
+        slots += config.interval
+    if config.reserve_growth:
+        charged = slots
     if tokens is not None and tokens <= charged:
         slots = charged = tokens
     cost = protected_bytes(charged, config.sink_tokens, token_bytes, window)
     if cost > budget:
         scale = geometry.layers * lanes
-        raise ValueError(
+        raise InfeasibleBudgetError(
             f"a budget of {budget * scale:,} bytes cannot hold the {charged} protected tokens (sinks, recent tokens "
             f"and their growth between routing events), which take {cost * scale:,} bytes; raise the budget or lower "
             "sink_tokens, recent_tokens, window_size or routing_interval"
@@ -136,6 +151,7 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -
         max_full, max_codes = min(max_full, arena // full_bytes), min(max_codes, arena // code_bytes)
     return TierPlan(
         tokens=tokens,
+        prompt=prompt if limit.scope == "prompt" else None,
         budget_bytes=budget,
         token_bytes=token_bytes,
         sink_tokens=config.sink_tokens,
@@ -153,13 +169,15 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -
     )
 
 
-def row_bytes(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) -> int:
+def row_bytes(limit: Budget, geometry: KVGeometry, tokens: int | None, prompt: int = 0) -> int:
     """The budget of one row in bytes.
+
+    Args:
+        tokens, prompt: as for `plan_tiers`.
 
     Raises:
         ValueError: if the budget is a fraction and `tokens` is None.
     """
-    limit = config.limit
     if limit.bytes is not None:
         return limit.bytes
     if limit.tokens is not None:
@@ -170,6 +188,8 @@ def row_bytes(config: QEvictConfig, geometry: KVGeometry, tokens: int | None) ->
             f"a budget of {limit} is a share of prompt + new tokens, so max_new_tokens= has to be given; or give an "
             "absolute budget, Budget(bytes=...) or Budget(tokens=...)"
         )
+    if limit.scope == "prompt":
+        return int(limit.fraction * geometry.full_bytes(prompt)) + geometry.full_bytes(tokens - prompt)
     return int(limit.fraction * geometry.full_bytes(tokens))
 
 
@@ -183,7 +203,7 @@ class MemoryReport:
         sink, recent: protected tokens (M_sink, M_recent).
         full: windows in full precision (M_FP), promoted ones included.
         codes: packed codes (M_Q), dormant ones included.
-        parameters: their scales and offsets (M_quant-meta).
+        parameters: their scales and offsets (M_quant-meta), and what methods keep sparse beside them.
         position: window numbers, from which positions follow (M_position).
         ledger: ranking states and masses (M_ledger).
         reserved: sum of the storages, used or not. This is what a budget limits.

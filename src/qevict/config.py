@@ -29,18 +29,21 @@ _STORE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Budget:
-    """How many bytes the cache of one sequence (one batch row) may hold; give exactly one of the three.
+    """How many bytes the cache of one sequence (one batch row) may hold; give exactly one of the first three.
 
     Attributes:
-        fraction: share of the bytes that an uncompressed cache of prompt + new tokens would take (Eq. 7), above 0 and
-            at most 1. 1.0 means no limit: nothing is ever quantized or evicted.
+        fraction: share of the bytes that an uncompressed cache would take (Eq. 7), above 0 and at most 1. 1.0 means no
+            limit: nothing is ever quantized or evicted.
         bytes: bytes of the managed layers together.
         tokens: as many bytes as this many uncompressed tokens take.
+        scope: what a fraction is a share of. "total": prompt + new tokens, all of which have to fit. "prompt": the
+            prompt alone; everything after it is kept exactly and comes on top.
     """
 
     fraction: float | None = None
     bytes: int | None = None
     tokens: int | None = None
+    scope: Literal["total", "prompt"] = "total"
 
     def __post_init__(self) -> None:
         given = [name for name in ("fraction", "bytes", "tokens") if getattr(self, name) is not None]
@@ -52,6 +55,10 @@ class Budget:
             value = getattr(self, name)
             if value is not None and (not _is_whole(value) or value < 1):
                 raise ValueError(f"budget {name} is {value!r}; it has to be a whole number of at least 1")
+        if self.scope not in ("total", "prompt"):
+            raise ValueError(f"budget scope is {self.scope!r}; it has to be 'total' or 'prompt'")
+        if self.scope == "prompt" and self.fraction is None:
+            raise ValueError("budget scope 'prompt' goes with a fraction only")
 
     @classmethod
     def parse(cls, text: str) -> Budget:
@@ -77,7 +84,7 @@ class Budget:
 
     def __str__(self) -> str:
         if self.fraction is not None:
-            return f"{self.fraction:.4g} of full KV"
+            return f"{self.fraction:.4g} of full KV" + (" of the prompt" if self.scope == "prompt" else "")
         return f"{self.bytes} bytes" if self.bytes is not None else f"{self.tokens} tokens' bytes"
 
 

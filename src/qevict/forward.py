@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,6 +85,15 @@ class Forward:
         valid = None if self.valid is None else self.valid[rows]
         counts = tuple(self.counts[row] for row in rows.tolist())
         return replace(self, valid=valid, positions=self.positions[rows], counts=counts)
+
+    def equal_rows(self, rows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+        """Rows with equally many tokens together: the rows, the columns of their tokens (see `tokens`), their number."""
+        of_count: dict[int, list[int]] = {}
+        for row in rows:
+            of_count.setdefault(self.counts[row], []).append(row)
+        for count in sorted(of_count):
+            index = torch.tensor(of_count[count], device=self.positions.device)
+            yield index, self.tokens(index, count), count
 
     def last_tokens(self, columns: int) -> tuple[int, ...]:
         """How many tokens each row has in the last `columns` columns."""

@@ -5,20 +5,23 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PretrainedConfig
 
 from qevict.architectures import Architecture, check_length
 from qevict.budget import TierPlan, plan_tiers
-from qevict.config import QEvictConfig
+from qevict.config import Budget, QEvictConfig
 from qevict.forward import Forward
 from qevict.geometry import KVGeometry
 
 
 @dataclass
 class Session:
-    """Settings, announcements and plans of one cache, and the forward that is under way.
+    """Announcements of one cache, and the forward that is under way.
 
     Attributes:
+        limit: the budget of a row.
+        store_dtype: of full-precision storage; None is the model's.
         model_config: the config of the model that the cache was made for, which tells it from other models.
         max_new_tokens, prompt_tokens: what was announced.
         geometry: of the managed layers; set at the first forward, when it is known which layers are managed.
@@ -26,25 +29,35 @@ class Session:
         forward: the current forward.
     """
 
-    config: QEvictConfig
+    limit: Budget
+    store_dtype: torch.dtype | None
     architecture: Architecture
     model_config: weakref.ref[PretrainedConfig]
     max_new_tokens: int | None
     prompt_tokens: int | None
-    geometry: KVGeometry | None = None
-    managed: tuple[bool, ...] = ()
-    forward: Forward | None = None
-    plans: dict[int | None, TierPlan] = field(default_factory=dict)
-
-    @property
-    def lanes_per_row(self) -> int:
-        """Lanes of a row in a layer."""
-        return self.architecture.kv_heads if self.config.granularity == "kv_head" else 1
+    geometry: KVGeometry | None = field(default=None, kw_only=True)
+    managed: tuple[bool, ...] = field(default=(), kw_only=True)
+    forward: Forward | None = field(default=None, kw_only=True)
 
     @property
     def first_layer(self) -> int:
         """Index of the first managed layer, the one that reads a forward for all."""
         return self.managed.index(True)
+
+    @property
+    def last_layer(self) -> int:
+        """Index of the last managed layer."""
+        return len(self.managed) - 1 - self.managed[::-1].index(True)
+
+    def announced(self, count: int, pads: int) -> int | None:
+        """S of a row whose first forward has `count` tokens beside `pads` columns of padding; None if not known."""
+        if self.max_new_tokens is None:
+            return None
+        return self.max_new_tokens + self.prompt(count, pads)
+
+    def prompt(self, count: int, pads: int) -> int:
+        """Tokens of the whole prompt of such a row."""
+        return count if self.prompt_tokens is None else max(count, self.prompt_tokens - pads)
 
     def check_length(self, tokens: int) -> None:
         """Refuse a row of so many tokens if the model would attend to them in a way that the cache does not know.
@@ -61,11 +74,25 @@ class Session:
                     f"announced; {tokens} tokens need a new cache"
                 )
 
-    def plan(self, tokens: int | None) -> TierPlan:
-        """The plan of a row of S tokens."""
-        if tokens not in self.plans:
+
+@dataclass
+class TierSession(Session):
+    """The session of a `QEvictCache`, with its settings and the plans made so far."""
+
+    config: QEvictConfig
+    plans: dict[tuple[int | None, int], TierPlan] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def lanes_per_row(self) -> int:
+        """Lanes of a row in a layer."""
+        return self.architecture.kv_heads if self.config.granularity == "kv_head" else 1
+
+    def plan(self, tokens: int | None, prompt: int = 0) -> TierPlan:
+        """The plan of a row of S tokens, `prompt` of them its prompt (which matters to a budget of that scope only)."""
+        key = (tokens, prompt if self.limit.scope == "prompt" else 0)
+        if key not in self.plans:
             assert self.geometry is not None
             if tokens is not None:
                 self.check_length(tokens)
-            self.plans[tokens] = plan_tiers(self.config, self.geometry, tokens)
-        return self.plans[tokens]
+            self.plans[key] = plan_tiers(self.config, self.geometry, tokens, key[1])
+        return self.plans[key]

@@ -54,7 +54,8 @@ class Pending:
         """The forward without its tokens from `count` on."""
         prompt = self.prompt
         if prompt is not None:
-            prompt = prompt[:, :count] if prompt.ndim == 2 else prompt[:, :, :, :count]
+            kept = prompt.shape[-1 if prompt.ndim == 2 else 3] - (self.count - count)
+            prompt = prompt[:, :kept] if prompt.ndim == 2 else prompt[:, :, :, :kept]
         return Pending(
             count,
             None if self.mass is None else self.mass[:, :count],
@@ -305,6 +306,12 @@ class TierStore:
         """Whether all S tokens fit into the protected storage, so that nothing ever ages."""
         return self.plan.tokens is not None and self.plan.tokens <= self.plan.protected_slots
 
+    @property
+    def _ageable(self) -> int:
+        """Tokens that may leave the protected storage: all, or the prompt's while there is room for the others."""
+        prompt, local = self.plan.prompt, self.length - self.aged * self.plan.window
+        return self.length if prompt is None or local > self.plan.protected_slots else min(self.length, prompt)
+
     def _windows(self, local: int) -> int:
         """Windows that so many local tokens touch, the sinks among them left out."""
         return -(-max(0, local - self.plan.sink_tokens) // self.plan.window)
@@ -348,7 +355,7 @@ class TierStore:
         state = self.ranking.update(_columns(self.recent_state, local_mass.shape[1]), local_mass)
 
         sinks, window = self.plan.sink_tokens, self.plan.window
-        complete = 0 if self._all_protected else (self.length - self.plan.recent_tokens - sinks) // window
+        complete = 0 if self._all_protected else (self._ageable - self.plan.recent_tokens - sinks) // window
         count = max(0, complete - self.aged)
         stop = sinks + count * window
         aged = self._aged(count, keys[:, :, sinks:stop], values[:, :, sinks:stop], state)

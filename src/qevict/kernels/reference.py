@@ -105,24 +105,29 @@ def attend(
 
 
 def prompt_mass(
-    query: Float[Tensor, "lanes heads group tokens dim"],
+    query: Float[Tensor, "lanes heads group queries dim"],
     keys: Float[Tensor, "lanes heads tokens dim"],
     scaling: float,
     count_last: int | None,
 ) -> Float[Tensor, "lanes tokens"]:
     """Causal attention mass that each token receives from the last `count_last` queries (None: from all).
 
-    The column sums of the attention matrix, averaged over the lane's query heads, computed blockwise.
+    The column sums of the attention matrix, averaged over the lane's query heads, computed blockwise. `query` may be
+    those of the last tokens only, as long as no others count.
     """
-    tokens = query.shape[3]
+    tokens, absent = keys.shape[2], keys.shape[2] - query.shape[3]
     total = torch.zeros(query.shape[0], tokens, device=query.device)
     first = 0 if count_last is None else max(0, tokens - count_last)
+    if first < absent:
+        raise ValueError(f"queries of the last {tokens - absent} tokens were kept, but those of {tokens - first} count")
     float_keys = keys.float()
     block = max(1, _BLOCK_ELEMENTS // (query[:, :, :, 0, 0].numel() * tokens))
     for start in range(first, tokens, block):
         stop = min(start + block, tokens)
         seen = float_keys[:, :, :stop]
-        logits = torch.einsum("nhgqd,nhtd->nhgqt", query[:, :, :, start:stop].float(), seen) * scaling
+        logits = (
+            torch.einsum("nhgqd,nhtd->nhgqt", query[:, :, :, start - absent : stop - absent].float(), seen) * scaling
+        )
         positions = torch.arange(stop, device=query.device)
         weights = logits.masked_fill_(positions > positions[start:, None], -torch.inf).softmax(dim=-1)
         total[:, :stop] += weights.mean(dim=(1, 2)).sum(dim=1)
