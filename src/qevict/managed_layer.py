@@ -66,6 +66,11 @@ class ManagedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     supports_early_init = False
+    passed = (
+        "for a prompt in chunks give the cache prompt_tokens=, for another turn call extend(tokens) first, or use an "
+        "absolute budget"
+    )
+    """What to do where a text passes what was announced."""
 
     def __init__(self, session: Session, index: int, rope: Rope) -> None:
         super().__init__()
@@ -232,11 +237,7 @@ class ManagedLayer(CacheLayerMixin):
 
     def _read(self, module: nn.Module, handle: KVHandle, mask: LazyMask | None, call: AttentionCall) -> Forward:
         session = self.session
-        if module.config is not session.model_config():
-            raise ValueError(
-                f"this cache was made for another model than the {type(module).__name__} that uses it; make one cache "
-                "for each model"
-            )
+        self.check_module(module)
         batch, columns = handle.keys.shape[0], handle.keys.shape[2]
         if self.index == session.first_layer or session.forward is None:
             positions = call.settings.get("position_ids")
@@ -248,6 +249,14 @@ class ManagedLayer(CacheLayerMixin):
                 "a forward was interrupted between them; reset() the cache, or make a new one"
             )
         return session.forward.to(handle.keys.device)
+
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse a layer of another model than the cache was made for."""
+        if module.config is not self.session.model_config():
+            raise ValueError(
+                f"this cache was made for another model than the {type(module).__name__} that uses it; make one cache "
+                "for each model"
+            )
 
     def check(self, forward: Forward) -> None:
         """Refuse a forward that the cache would get wrong; done by the first managed layer only."""
@@ -270,8 +279,7 @@ class ManagedLayer(CacheLayerMixin):
         if state.length + count > state.announced + MAX_DRAFT:
             raise ValueError(
                 f"{count} tokens after {state.length} pass the {state.announced} that the budget of {limit} was "
-                "derived from; for a prompt in chunks give the cache prompt_tokens=, for another turn call extend(tokens) "
-                "first, or use an absolute budget"
+                f"derived from; {self.passed}"
             )
 
 
