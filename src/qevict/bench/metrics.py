@@ -90,8 +90,8 @@ def same_number(prediction: str, answer: str) -> float:
 def final_number(text: str) -> Decimal | None:
     """The number that a solution arrives at, or None without one.
 
-    After "####" if that is there; else after the first "the answer is" or "the final answer is"; else the last number of all. The number may
-    have a dollar sign, commas between thousands, and a full stop behind it.
+    After "####" if that is there; else after the first "the answer is" or "the final answer is"; else the last number
+    of all. The number may have a dollar sign, commas between thousands, and a full stop behind it.
     """
     for announcement in (_MARKED, _ANNOUNCED):
         if (found := announcement.search(text)) and (numbers := _numbers(found.group(1))):

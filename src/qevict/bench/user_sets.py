@@ -3,8 +3,8 @@
     {"context": ..., "question": ..., "answer_prefix": ..., "answer": ..., "max_new_tokens": ..., "task": ...}
 
 `answer` is a text, a number, or a list of such; LongBench's `answers` and `all_classes` are read too. Rows with
-different `task` become different tasks. A task that bears the name of one of RULER's or LongBench's, or gsm8k, is scored
-as that; any other by whether one of its answers stands in the prediction.
+different `task` become different tasks. A task that bears the name of one of RULER's or LongBench's, or gsm8k, is
+scored as that; any other by whether one of its answers stands in the prediction.
 """
 
 from __future__ import annotations
