@@ -112,13 +112,15 @@ def attach(model: PreTrainedModel) -> None:
         ValueError: if the model does not look up its attention function, so that it cannot be replaced.
     """
     config = text_config(model)
-    previous = config._attn_implementation or "eager"
-    if previous.startswith(PREFIX):
-        return
+    previous = (config._attn_implementation or "eager").removeprefix(PREFIX)
     name = PREFIX + previous
-    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        AttentionInterface.register(name, partial(_attention, previous))
-        AttentionMaskInterface.register(name, partial(_mask, previous))
+    function = partial(_attention, previous)
+    AttentionInterface.register(name, function)
+    if ALL_ATTENTION_FUNCTIONS[name] is not function:  # kvpress puts a wrapper before every function when imported
+        ALL_ATTENTION_FUNCTIONS[name] = function
+    AttentionMaskInterface.register(name, partial(_mask, previous))
+    if config._attn_implementation == name:
+        return
     model.set_attn_implementation(name)
     if config._attn_implementation != name:
         raise ValueError(

@@ -87,7 +87,7 @@ class Forward:
         return replace(self, valid=valid, positions=self.positions[rows], counts=counts)
 
     def equal_rows(self, rows: Iterable[int]) -> Iterator[tuple[Tensor, Tensor | None, int]]:
-        """Rows with equally many tokens together: the rows, the columns of their tokens (see `tokens`), their number."""
+        """Rows with equally many tokens together: rows, columns of their tokens (see `tokens`), how many."""
         of_count: dict[int, list[int]] = {}
         for row in rows:
             of_count.setdefault(self.counts[row], []).append(row)

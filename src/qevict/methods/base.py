@@ -11,18 +11,33 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from qevict.budget import InfeasibleBudgetError
+from qevict.budget import InfeasibleBudgetError, MemoryReport
+from qevict.config import Budget
 from qevict.geometry import KVGeometry
 from qevict.methods.store import POSITION_BYTES, ExactStore, Kept, RowStore
 from qevict.rope import Rope
 
 Kind = Literal["full", "eviction", "quantization", "hybrid"]
+
+
+@runtime_checkable
+class MeasuredCache(Protocol):
+    """A Transformers cache that knows its bytes."""
+
+    def memory(self) -> MemoryReport:
+        """Bytes really held."""
+        ...
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen."""
+        ...
 
 
 class Properties(NamedTuple):
@@ -187,6 +202,35 @@ class Described:
         """The settings by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def with_settings(self, **changes: Any) -> Described:
+        """A copy with some settings changed.
+
+        Raises:
+            ValueError: if there is no such setting, or a value is not allowed.
+        """
+        known = self.settings()
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"{self.name} has no setting {name!r}; it has {', '.join(known) or 'none'}")
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class OwnCache(Described, ABC):
+    """A method that comes with a cache of its own, which has a `memory()`."""
+
+    @abstractmethod
+    def cache(
+        self,
+        model: PreTrainedModel,
+        budget: Budget,
+        *,
+        max_new_tokens: int | None,
+        store_dtype: torch.dtype | None,
+        allow_untested: bool,
+    ) -> MeasuredCache:
+        """An empty cache for a model; arguments as for `MethodCache`."""
+
 
 @dataclass(frozen=True)
 class Method(Described, ABC):
@@ -261,12 +305,29 @@ class Selector(Method):
             growth = allowance.new_tokens or 0
             return [ExactStore(p.keys, p.values, everything(p), growth, allowance.dtype) for p in prefills]
         growth = allowance.growth(self)
-        room = allowance.bytes - POSITION_BYTES * (1 + allowance.geometry.kv_heads)
-        chosen = self.select(prefills, room // allowance.token_bytes - growth)
+        chosen = self.select(prefills, prompt_tokens(self, allowance, growth))
         return [
             ExactStore(p.keys, p.values, kept, growth, allowance.dtype)
             for p, kept in zip(prefills, chosen, strict=True)
         ]
+
+
+def prompt_tokens(method: Method, allowance: Allowance, growth: int) -> int:
+    """Exact prompt tokens that a layer's bytes hold beside `growth` new ones.
+
+    Raises:
+        InfeasibleBudgetError: if there is none.
+    """
+    assert allowance.bytes is not None
+    room = allowance.bytes - POSITION_BYTES * (1 + allowance.geometry.kv_heads)
+    tokens = room // allowance.token_bytes - growth
+    if tokens < 1:
+        raise InfeasibleBudgetError(
+            f"a budget of {allowance.bytes:,} bytes a layer cannot hold the {growth} new tokens that {method.label} "
+            f"keeps exactly ({growth * allowance.token_bytes:,} bytes) and any of the prompt; raise the budget or "
+            "announce fewer new tokens"
+        )
+    return tokens
 
 
 def everything(prefill: LayerPrefill) -> Kept:

@@ -10,10 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qevict.architectures import attention_modules
 from qevict.attention import KVHandle
 from qevict.budget import MemoryReport, row_bytes
 from qevict.config import Budget
 from qevict.forward import Forward
+from qevict.hidden import AttentionInputs
 from qevict.managed_cache import ManagedCache
 from qevict.managed_layer import MAX_DRAFT, ManagedLayer, Prefill, RowState
 from qevict.methods.base import Allowance, LayerPrefill, Method
@@ -24,10 +26,16 @@ from qevict.session import Session
 
 @dataclass
 class MethodSession(Session):
-    """The session of a `MethodCache`: its method, and prompts of layers that are not compressed yet."""
+    """The session of a `MethodCache`.
+
+    Attributes:
+        waiting: layers whose prompts are not compressed yet.
+        inputs: collects the attention modules' inputs until the prompt was read; for methods that look at them.
+    """
 
     method: Method
     waiting: list[MethodLayer] = field(default_factory=list, kw_only=True)
+    inputs: AttentionInputs | None = field(default=None, kw_only=True)
 
     def compress(self) -> None:
         """Compress the prompts that wait, row by row."""
@@ -94,11 +102,26 @@ class MethodLayer(ManagedLayer):
             raise ValueError(
                 f"{session.method.label} is defined for one sequence; got a batch of {self.batch} rows, run them apart"
             )
+        if session.method.needs_hidden and prefill.hidden is None:
+            prefill = prefill._replace(hidden=self._hidden())
         self.rows = [self._row(prefill, row) for row in range(self.batch)]
         session.waiting.append(self)
         whole = not session.method.pooled or self.index == session.last_layer
         if whole and not self.record_past:
             session.compress()
+
+    def _hidden(self) -> Tensor:
+        session = self.session
+        if session.inputs is None:
+            raise ValueError(
+                f"{session.method.label} looks at hidden states, which are collected for the first prompt only; make a "
+                "new cache, or trace the prompt with hidden=True"
+            )
+        hidden = session.inputs.by_layer.pop(self.index)
+        if self.index == session.last_layer:
+            session.inputs.close()
+            session.inputs = None
+        return hidden
 
     def _row(self, prefill: Prefill, row: int) -> Row:
         session, forward = self.session, prefill.forward
@@ -251,6 +274,8 @@ class MethodCache(ManagedCache):
             max_new_tokens=max_new_tokens,
             prompt_tokens=None,
         )
+        if method.needs_hidden:
+            self._session.inputs = AttentionInputs(attention_modules(model))
 
     def __repr__(self) -> str:
         return f"MethodCache({self.method.label}, {len(self.managed)} of {len(self.layers)} layers managed)"

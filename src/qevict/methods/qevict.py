@@ -1,0 +1,76 @@
+"""QEvict itself, as one of the methods."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from qevict.cache import QEvictCache
+from qevict.config import Budget, QEvictConfig
+from qevict.methods.base import Kind, MeasuredCache, OwnCache, Properties
+
+_NOT_SETTINGS = {"budget", "store_dtype", "allow_untested"}
+
+
+@dataclass(frozen=True)
+class QEvict(OwnCache):
+    """Three tiers: full precision, recoverable low-bit, evicted.
+
+    Attributes:
+        config: the settings; budget and storage dtype are given where a cache is made.
+        preset: what they are called where they are not the default.
+    """
+
+    config: QEvictConfig = field(default_factory=QEvictConfig)
+    preset: str = ""
+
+    name: ClassVar[str] = "qevict"
+    paper: ClassVar[str] = "QEvict (arXiv 2608.05326)"
+    source: ClassVar[str] = "this project's default; qevict-paper: section 5 and appendix B.5"
+    kind: ClassVar[Kind] = "hybrid"
+    properties: ClassVar[Properties] = Properties(True, True, True, True)
+
+    @property
+    def label(self) -> str:
+        """`qevict`, or `qevict-paper`."""
+        return f"{self.name}-{self.preset}" if self.preset else self.name
+
+    @property
+    def observed_queries(self) -> int | None:
+        """As many as initialise the scores."""
+        queries = self.config.prompt_queries
+        return None if queries == "all" or self.config.prompt_scorer is not None else queries
+
+    def settings(self) -> dict[str, Any]:
+        """The configuration's fields, without what is given where a cache is made."""
+        fields = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
+        return {name: value for name, value in fields.items() if name not in _NOT_SETTINGS}
+
+    def with_settings(self, **changes: Any) -> QEvict:
+        """A copy with some of the configuration's fields changed.
+
+        Raises:
+            ValueError: if there is no such field, or a value is not allowed.
+        """
+        known = self.settings()
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"{self.name} has no setting {name!r}; it has {', '.join(known)}")
+        return dataclasses.replace(self, config=self.config.replace(**changes))
+
+    def cache(
+        self,
+        model: PreTrainedModel,
+        budget: Budget,
+        *,
+        max_new_tokens: int | None,
+        store_dtype: torch.dtype | None,
+        allow_untested: bool,
+    ) -> MeasuredCache:
+        """A `QEvictCache`."""
+        config = self.config.replace(budget=budget, store_dtype=store_dtype, allow_untested=allow_untested)
+        return QEvictCache(model, config, max_new_tokens=max_new_tokens)

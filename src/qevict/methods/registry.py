@@ -1,0 +1,104 @@
+"""Methods by name, and the cache of any of them.
+
+Others add theirs as entry points of the group `qevict.methods`: a name, and a `Method` (or a class with defaults).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from qevict.config import Budget, QEvictConfig
+from qevict.methods.base import Described, MeasuredCache, Method, OwnCache, Selector
+from qevict.methods.cache import MethodCache
+from qevict.methods.full import FullKV
+from qevict.methods.hf_quantized import HFQuantized
+from qevict.methods.kvpress import PREFIX as KVPRESS
+from qevict.methods.kvpress import KVPress
+from qevict.methods.qevict import QEvict
+from qevict.methods.snapkv import SnapKV
+
+ENTRY_POINTS = "qevict.methods"
+
+_PRESETS: dict[str, Callable[[], Described]] = {
+    "full": FullKV,
+    "qevict": QEvict,
+    "qevict-paper": lambda: QEvict(QEvictConfig.paper(), preset="paper"),
+    "snapkv": SnapKV,
+    "hf-quantized-2": lambda: HFQuantized(bits=2),
+    "hf-quantized-4": HFQuantized,
+}
+
+
+@cache
+def _installed() -> dict[str, Any]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def method_names() -> list[str]:
+    """Names that `get_method` knows; beside them `qprune:SELECTOR+CODEC` and `kvpress:PRESS`."""
+    return [*_PRESETS, *(name for name in _installed() if name not in _PRESETS)]
+
+
+def get_method(name: str, **settings: Any) -> Described:
+    """A method by name, some of its settings changed.
+
+    Raises:
+        ValueError: if there is no such method or setting, or what it needs is not installed.
+    """
+    method = _named(name)
+    return method.with_settings(**settings) if settings else method
+
+
+def selectors() -> dict[str, Selector]:
+    """Methods that `qprune` can evict with."""
+    return {name: method for name in method_names() if isinstance(method := _named(name), Selector)}
+
+
+def make_cache(
+    model: PreTrainedModel,
+    method: str | Described,
+    budget: float | Budget = 1.0,
+    *,
+    max_new_tokens: int | None = None,
+    store_dtype: torch.dtype | None = None,
+    allow_untested: bool = False,
+) -> MeasuredCache:
+    """An empty cache of a method for a model; arguments as for `MethodCache`.
+
+    Raises:
+        ValueError: if method, model or budget cannot be supported, in one sentence that says why.
+    """
+    made = get_method(method) if isinstance(method, str) else method
+    limit = budget if isinstance(budget, Budget) else Budget(fraction=float(budget))
+    given: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "store_dtype": store_dtype,
+        "allow_untested": allow_untested,
+    }
+    if isinstance(made, OwnCache):
+        return made.cache(model, limit, **given)
+    if isinstance(made, Method):
+        return MethodCache(model, made, limit, **given)
+    raise TypeError(f"a method is a Method or an OwnCache, not {type(made).__name__}")
+
+
+def _named(name: str) -> Described:
+    if name in _PRESETS:
+        return _PRESETS[name]()
+    if name.startswith(KVPRESS):
+        return KVPress(name.removeprefix(KVPRESS))
+    if name in _installed():
+        loaded = _installed()[name].load()
+        made = loaded() if isinstance(loaded, type) else loaded
+        if not isinstance(made, Described):
+            raise ValueError(f"the entry point {name!r} of {ENTRY_POINTS} is {made!r}, which is no method")
+        return made
+    raise ValueError(
+        f"there is no method {name!r}; there are {', '.join(method_names())}, qprune:SELECTOR+CODEC and kvpress:PRESS"
+    )
