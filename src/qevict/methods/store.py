@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qevict.budget import MemoryReport
@@ -22,6 +22,8 @@ Kept = list[Int[Tensor, " kept"]]
 
 POSITION_BYTES = 8
 """Bytes charged for a number that a store holds beside its tensors: a row's first position, a head's token count."""
+
+_OBSERVED = 128  # queries whose weights are shown at a time, so that no new x tokens matrix of every head is held
 
 
 class Block(NamedTuple):
@@ -61,8 +63,8 @@ class RowStore(ABC):
     def memory(self) -> MemoryReport:
         """Bytes held: Eq. 8's terms and `reserved`, without the row's first position."""
 
-    def observe(self, heads: slice, weights: Float[Tensor, "heads group new tokens"]) -> None:
-        """Shown the attention weights of a block, if `observes`."""
+    def observe(self, heads: slice, weights: Float[Tensor, "heads group some tokens"]) -> None:
+        """Shown the attention weights of a block, if `observes`: of all new tokens, in order, some at a time."""
         raise NotImplementedError(f"{type(self).__name__} observes no weights")
 
     def attend(
@@ -78,8 +80,12 @@ class RowStore(ABC):
         self.fresh = keys.shape[1]
         output = torch.empty_like(query)
         for block in self.blocks():
-            output[block.heads], weights = _attend(query[block.heads], block, scaling, self.observes)
-            if weights is not None:
+            if not self.observes:
+                output[block.heads] = _attend(query[block.heads], block, scaling)
+                continue
+            for start in range(0, query.shape[2], _OBSERVED):
+                some = slice(start, start + _OBSERVED)
+                output[block.heads, :, some], weights = _attend_observed(query[block.heads], some, block, scaling)
                 self.observe(block.heads, weights)
         return output
 
@@ -89,25 +95,33 @@ class RowStore(ABC):
 
 
 def _attend(
-    query: Float[Tensor, "heads group new dim"], block: Block, scaling: float, observed: bool
-) -> tuple[Tensor, Tensor | None]:
+    query: Float[Tensor, "heads group new dim"], block: Block, scaling: float
+) -> Float[Tensor, "heads group new dim"]:
     heads, group, new, dim = query.shape
     keys, values = block.keys.to(query.dtype), block.values.to(query.dtype)
-    tokens = keys.shape[1]
-    mask = None
-    if new > 1:
-        place = torch.arange(tokens, device=query.device)
-        mask = place <= tokens - new + torch.arange(new, device=query.device)[:, None]
-    if observed:
-        logits = torch.einsum("hgqd,htd->hgqt", query.float(), keys.float()) * scaling
-        weights = (logits if mask is None else logits.masked_fill_(~mask, -torch.inf)).softmax(dim=-1)
-        return torch.einsum("hgqt,htd->hgqd", weights, values.float()).to(query.dtype), weights
+    mask = None if new == 1 else _causal(slice(0, new), new, keys).repeat(group, 1)
     # The query heads of a group are folded into the queries, so that the keys need no copy for each of them.
     folded = query.reshape(1, heads, group * new, dim)
     output = torch.nn.functional.scaled_dot_product_attention(
-        folded, keys[None], values[None], attn_mask=None if mask is None else mask.repeat(group, 1), scale=scaling
+        folded, keys[None], values[None], attn_mask=mask, scale=scaling
     )
-    return output.view(heads, group, new, dim), None
+    return output.view(heads, group, new, dim)
+
+
+def _attend_observed(
+    query: Float[Tensor, "heads group new dim"], some: slice, block: Block, scaling: float
+) -> tuple[Float[Tensor, "heads group some dim"], Float[Tensor, "heads group some tokens"]]:
+    """Attention of some of the new tokens, and its weights in float32."""
+    keys, values = block.keys.float(), block.values.float()
+    logits = torch.einsum("hgqd,htd->hgqt", query[:, :, some].float(), keys) * scaling
+    weights = logits.masked_fill(~_causal(some, query.shape[2], keys), -torch.inf).softmax(dim=-1)
+    return torch.einsum("hgqt,htd->hgqd", weights, values).to(query.dtype), weights
+
+
+def _causal(some: slice, new: int, keys: Float[Tensor, "heads tokens dim"]) -> Bool[Tensor, "some tokens"]:
+    """Which keys some of the `new` last tokens may see."""
+    place = torch.arange(keys.shape[1], device=keys.device)
+    return place <= place[keys.shape[1] - new :][some, None]
 
 
 class TokenBuffer:
@@ -154,13 +168,23 @@ class TokenBuffer:
     def append(self, keys: Float[Tensor, "heads new dim"], values: Float[Tensor, "heads new dim"]) -> None:
         """Tokens behind the others."""
         stop = self.used + keys.shape[1]
-        if stop > self._storage.shape[2]:
-            grown = self._storage.new_zeros(*self._storage.shape[:2], stop, self._storage.shape[3])
-            grown[:, :, : self.used] = self._storage[:, :, : self.used]
-            self._storage = grown
+        if stop > self.capacity:
+            self.resize(stop)
         self._storage[0, :, self.used : stop] = keys
         self._storage[1, :, self.used : stop] = values
         self.used = stop
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens the storage has room for."""
+        return self._storage.shape[2]
+
+    def resize(self, capacity: int) -> None:
+        """Have room for `capacity` tokens, at least those in use."""
+        if capacity != self.capacity:
+            resized = self._storage.new_zeros(*self._storage.shape[:2], capacity, self._storage.shape[3])
+            resized[:, :, : self.used] = self._storage[:, :, : self.used]
+            self._storage = resized
 
     def shorten(self, count: int) -> None:
         """Drop the last `count` tokens."""
