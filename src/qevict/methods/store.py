@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qevict.budget import MemoryReport
 
-Kept = list[Int[Tensor, " kept"]]
+Kept = list[Int[Tensor, " _"]]
 """Ascending token indices for each KV head; their number may differ from head to head."""
 
 POSITION_BYTES = 8
