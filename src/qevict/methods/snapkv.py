@@ -20,10 +20,15 @@ class SnapKV(Selector):
     The attention of the observation window over the tokens before it is averaged over its queries, then over the query
     heads of a group, then pooled; the window itself always stays. Heads choose for themselves, all equally many.
 
+    The authors' code repeats keys and values for the query heads of a group before it selects, so that each query head
+    chooses for itself and nothing of what GQA saves is left. Here a KV head is stored once and its group votes
+    together, as in kvpress and AdaKV.
+
     Attributes:
         window: queries that vote (and tokens that always stay).
         kernel: neighbours pooled over; odd.
-        pooling: how. The paper's experiments take the maximum; several ports the average.
+        pooling: how; tokens beyond the ends count as zeros. The authors' experiments: 32, 7, "max" (their code falls
+            back to 32, 5, "avg"); kvpress: 64, 5, "avg".
     """
 
     window: int = 32
@@ -50,11 +55,14 @@ class SnapKV(Selector):
         """The observation window."""
         return self.window
 
-    def scores(self, prefill: LayerPrefill) -> Float[Tensor, "heads tokens"]:
-        """Pooled votes; infinite for the observation window. The prompt has more tokens than the window."""
+    def votes(self, prefill: LayerPrefill) -> Float[Tensor, "heads earlier"]:
+        """Pooled votes for the tokens before the observation window, of which there has to be one at least."""
         votes = prefill.attention(self.window)[..., : -self.window].mean(dim=2)
-        votes = self._pooled(votes.mean(dim=1))
-        return torch.nn.functional.pad(votes, (0, self.window), value=torch.inf)
+        return self._pooled(votes.mean(dim=1))
+
+    def scores(self, prefill: LayerPrefill) -> Float[Tensor, "heads tokens"]:
+        """The votes; infinite for the observation window."""
+        return torch.nn.functional.pad(self.votes(prefill), (0, self.window), value=torch.inf)
 
     def keep(self, prefill: LayerPrefill, tokens: int) -> Kept:
         """The `tokens` highest-scored of each head."""
