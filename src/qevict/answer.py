@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -22,9 +23,13 @@ from qevict.architectures import decoder
 from qevict.budget import MemoryReport
 from qevict.cache import QEvictCache, TierCounts
 from qevict.compat import cache_argument
-from qevict.config import Budget, QEvictConfig, as_config
+from qevict.config import Budget, QEvictConfig
+from qevict.methods.base import Described, MeasuredCache
+from qevict.methods.qevict import QEvict
+from qevict.methods.registry import get_method, make_cache
 from qevict.migration import Moves
 
+DEFAULT_BUDGET = 0.2
 _QUESTION_HERE = "<|the question goes here|>"
 
 
@@ -38,7 +43,8 @@ class Answer:
         first_token_seconds: from the start of this answer to its first token (the compression of a shared context is
             in none of the answers).
         seconds: to its end.
-        memory, counts, moves: of the cache at the end.
+        memory: of the cache at the end.
+        counts, moves: likewise; None for methods without tiers.
     """
 
     question: str
@@ -48,8 +54,8 @@ class Answer:
     first_token_seconds: float
     seconds: float
     memory: MemoryReport
-    counts: TierCounts
-    moves: Moves
+    counts: TierCounts | None
+    moves: Moves | None
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,7 +71,9 @@ def answer(
     context: str,
     question: str,
     *,
-    budget: float | Budget | QEvictConfig = ...,
+    budget: float | Budget | QEvictConfig | None = ...,
+    method: str | Described = ...,
+    store_dtype: torch.dtype | None = ...,
     max_new_tokens: int = ...,
     question_seen: bool = ...,
     answer_prefix: str = ...,
@@ -78,7 +86,9 @@ def answer(
     context: str,
     question: list[str] | tuple[str, ...],
     *,
-    budget: float | Budget | QEvictConfig = ...,
+    budget: float | Budget | QEvictConfig | None = ...,
+    method: str | Described = ...,
+    store_dtype: torch.dtype | None = ...,
     max_new_tokens: int = ...,
     question_seen: bool = ...,
     answer_prefix: str = ...,
@@ -90,7 +100,9 @@ def answer(
     context: str,
     question: str | list[str] | tuple[str, ...],
     *,
-    budget: float | Budget | QEvictConfig = 0.2,
+    budget: float | Budget | QEvictConfig | None = None,
+    method: str | Described = "qevict",
+    store_dtype: torch.dtype | None = None,
     max_new_tokens: int = 64,
     question_seen: bool = False,
     answer_prefix: str = "",
@@ -101,7 +113,10 @@ def answer(
     The tokenizer's chat template is used if it has one.
 
     Args:
-        budget: a fraction of full KV (1.0: no limit), a `Budget`, or a whole configuration.
+        budget: a fraction of full KV (1.0: no limit), a `Budget`, or a whole configuration of qevict's. None is 0.2,
+            or no budget for the methods that take none.
+        method: what compresses the cache, by name (`qevict methods` lists them) or as an object.
+        store_dtype: of full-precision storage; None is the model's, or the configuration's.
         question_seen: whether the question is known while the context is compressed.
         answer_prefix: how the answer begins; the model continues it.
         streamer: is shown the tokens as they come, as by `generate`.
@@ -116,21 +131,43 @@ def answer(
     prompts = [_Prompt.build(tokenizer, context, q, answer_prefix) for q in questions]
     if not prompts:
         return []
-    config = as_config(budget)
+    make = _maker(model, method, budget, store_dtype)
     answers = []
-    shared: QEvictCache | None = None
+    shared: MeasuredCache | None = None
     if not question_seen and prompts[0].context.shape[1]:
         longest = max(p.question.shape[1] for p in prompts)
-        shared = QEvictCache(model, config, max_new_tokens=longest + max_new_tokens)
+        shared = make(longest + max_new_tokens)
         with torch.no_grad():
             decoder(model)(prompts[0].context.to(model.device), **cache_argument(shared))
     for index, prompt in enumerate(prompts):
         if shared is None:
-            cache = QEvictCache(model, config, max_new_tokens=max_new_tokens)
+            cache = make(max_new_tokens)
         else:
             cache = shared if index == len(prompts) - 1 else copy.deepcopy(shared)
         answers.append(_generate(model, tokenizer, cache, questions[index], prompt, max_new_tokens, streamer))
     return answers[0] if isinstance(question, str) else answers
+
+
+def _maker(
+    model: PreTrainedModel,
+    method: str | Described,
+    budget: float | Budget | QEvictConfig | None,
+    store_dtype: torch.dtype | None,
+) -> Callable[[int], MeasuredCache]:
+    """What makes an empty cache for so many new tokens."""
+    chosen = get_method(method) if isinstance(method, str) else method
+    untested = False
+    if isinstance(budget, QEvictConfig):
+        if chosen != QEvict():
+            raise ValueError(f"a QEvictConfig configures qevict, not {chosen.label}; give a fraction or a Budget")
+        chosen, store_dtype, untested = QEvict(budget), store_dtype or budget.store_dtype, budget.allow_untested
+        budget = budget.limit
+    elif budget is None:
+        budget = DEFAULT_BUDGET if chosen.takes_budget else 1.0
+    limit = budget
+    return lambda new: make_cache(
+        model, chosen, limit, max_new_tokens=new, store_dtype=store_dtype, allow_untested=untested
+    )
 
 
 @dataclass(frozen=True)
@@ -187,7 +224,7 @@ class _Clock(BaseStreamer):
 def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    cache: QEvictCache,
+    cache: MeasuredCache,
     question: str,
     prompt: _Prompt,
     max_new_tokens: int,
@@ -215,6 +252,6 @@ def _generate(
         first_token_seconds=(clock.first or end) - clock.start,
         seconds=end - clock.start,
         memory=cache.memory(),
-        counts=cache.counts(),
-        moves=cache.moves(),
+        counts=cache.counts() if isinstance(cache, QEvictCache) else None,
+        moves=cache.moves() if isinstance(cache, QEvictCache) else None,
     )

@@ -25,13 +25,6 @@ console = Console()
 progress = Console(stderr=True)
 
 
-class Method(str, Enum):
-    """What holds the cache."""
-
-    qevict = "qevict"
-    full = "full"
-
-
 class StoreDtype(str, Enum):
     """Dtype of full-precision storage."""
 
@@ -51,8 +44,11 @@ class PaperTask(str, Enum):
 
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="A local folder, a Hub id, or smollm2-135m.")]
-BudgetOption = Annotated[
-    str, typer.Option("--budget", "-b", help="0.2 or 20% of full KV, or absolute: 512tokens, 24MB, 1000000bytes.")
+_BUDGET = typer.Option("--budget", "-b", help="0.2 or 20% of full KV, or absolute: 512tokens, 24MB, 1000000bytes.")
+BudgetOption = Annotated[str, _BUDGET]
+MethodOption = Annotated[str, typer.Option("--method", help="What compresses the cache: see qevict methods.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method; repeatable.")
 ]
 PaperOption = Annotated[PaperTask | None, typer.Option("--paper", help="The paper's settings for a task.")]
 WindowOption = Annotated[int | None, typer.Option("--window-size", help="Tokens of a window.")]
@@ -70,8 +66,9 @@ def generate(
     question: Annotated[str, typer.Option("--question", help="Asked after the context.")] = "",
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the context from a file.")] = None,
     model: ModelOption = "smollm2-135m",
-    budget: BudgetOption = "0.2",
-    method: Annotated[Method, typer.Option(help="qevict, or full for an uncompressed cache.")] = Method.qevict,
+    budget: Annotated[str | None, _BUDGET] = None,
+    method: MethodOption = "qevict",
+    settings: SetOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 128,
     question_hidden: Annotated[
         bool, typer.Option("--question-hidden", help="Compress the context before the question is known.")
@@ -84,42 +81,80 @@ def generate(
     store_dtype: DtypeOption = StoreDtype.bfloat16,
 ) -> None:
     """Answer a prompt, or a question about a file, streaming tokens; ends with the memory that it took."""
+    import torch
     from transformers import TextStreamer
 
     from qevict.answer import answer
-    from qevict.report.terminal import memory_bar
+    from qevict.config import Budget
+    from qevict.report.terminal import answer_summary
 
     context = _context(prompt, file)
-    config = _config(
-        "1.0" if method is Method.full else budget,
-        paper,
-        store_dtype,
-        window_size=window_size,
-        bits=bits,
-        quantized_fraction=quantized_fraction,
-        recent_tokens=recent_tokens,
-    )
+    options = {
+        "window_size": window_size,
+        "bits": bits,
+        "quantized_fraction": quantized_fraction,
+        "recent_tokens": recent_tokens,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    with _readable_errors():
+        chosen = _method(method, settings, paper, given)
+        limit = None if budget is None else Budget.parse(budget)
     loaded, tokenizer = _load(model)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with _readable_errors():
         result = answer(
             loaded,
             tokenizer,
             context,
             question,
-            budget=config,
+            budget=limit,
+            method=chosen,
+            store_dtype=getattr(torch, store_dtype.value),
             max_new_tokens=max_new_tokens,
             question_seen=not question_hidden,
-            streamer=streamer,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
-    counts, moves = result.counts, result.moves
-    progress.print(memory_bar(result.memory))
-    progress.print(
-        f"{result.prompt_tokens} + {result.new_tokens} tokens, first after {result.first_token_seconds:.1f} s, then "
-        f"{result.tokens_per_second:.1f} tokens/s; windows (over layers): {counts.full} full, {counts.quantized} "
-        f"low-bit, {counts.evicted} evicted, {moves.promoted} promotions",
-        highlight=False,
-    )
+    progress.print(answer_summary(result))
+
+
+@app.command()
+def methods(
+    match: Annotated[
+        str | None,
+        typer.Option("--match", help="A share of full KV's bytes, 0.2 or 20%: what of each method meets it."),
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option("--method", help="Only these; repeatable.")] = None,
+    model: ModelOption = "smollm2-135m",
+    context: Annotated[int, typer.Option("--context", "-c", min=1, help="Tokens of the prompt, for --match.")] = 2048,
+    new: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="Tokens after it, for --match.")] = 64,
+    store_dtype: DtypeOption = StoreDtype.bfloat16,
+) -> None:
+    """The methods with their papers, settings and properties; or, with --match, what of each meets a byte ratio."""
+    from qevict.methods.registry import get_method, method_names
+    from qevict.report.terminal import methods_table
+
+    with _readable_errors():
+        chosen = {name: get_method(name) for name in method or method_names()}
+    if match is None:
+        console.print(methods_table(chosen))
+        return
+    import torch
+
+    from qevict.config import Budget
+    from qevict.methods.matching import Matcher
+    from qevict.models import load_config
+    from qevict.report.terminal import match_table
+
+    with _readable_errors():
+        ratio = Budget.parse(match).fraction
+        if ratio is None:
+            _fail(f"--match is {match!r}; give a share of full KV's bytes, 0.2 or 20%")
+        matcher = Matcher(load_config(model), context, new, getattr(torch, store_dtype.value))
+        matches = {}
+        with progress.status("measuring") as status:
+            for name, each in chosen.items():
+                status.update(f"measuring {name}")
+                matches[name] = matcher.match(each, ratio)
+        console.print(match_table(ratio, matches))
 
 
 @app.command()
@@ -241,6 +276,31 @@ def _config(budget: str, paper: PaperTask | None, store_dtype: StoreDtype, **cha
         if paper is not None:
             return QEvictConfig.paper(paper.value, budget=limit, store_dtype=dtype, **given)
         return QEvictConfig(budget=limit, store_dtype=dtype, **given)
+
+
+def _method(name: str, settings: list[str] | None, paper: PaperTask | None, given: dict[str, Any]) -> Any:
+    """A method with the settings of --set, and the options that are qevict's alone."""
+    import ast
+
+    from qevict.config import QEvictConfig
+    from qevict.methods.qevict import QEvict
+    from qevict.methods.registry import get_method
+
+    changes = dict(given)
+    for setting in settings or []:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set is {setting!r}; write NAME=VALUE")
+        try:
+            changes[key.strip()] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            changes[key.strip()] = text
+    chosen = get_method(name)
+    if paper is not None:
+        if not isinstance(chosen, QEvict):
+            raise ValueError(f"--paper has settings for qevict, not for {name}")
+        chosen = QEvict(QEvictConfig.paper(paper.value), preset="paper")
+    return chosen.with_settings(**changes) if changes else chosen
 
 
 def _load(name: str) -> Any:

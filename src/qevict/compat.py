@@ -10,13 +10,12 @@ import inspect
 from typing import Any
 
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
 
 _PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_ARGUMENT = "cache" if "cache" in _PARAMETERS else "past_key_values"
 """The name under which models and `generate` take a cache."""
 
 
-def cache_argument(cache: Cache) -> dict[str, Any]:
+def cache_argument(cache: Any) -> dict[str, Any]:
     """Keyword arguments that hand `cache` to a model or to `generate`."""
     return {CACHE_ARGUMENT: cache}

@@ -106,7 +106,7 @@ def _rotary_on(prefill: LayerPrefill) -> Iterator[None]:
     if hasattr(module, "rotary_emb"):
         yield
         return
-    module.rotary_emb = lambda like, positions: _cos_sin(prefill, positions[0])
+    module.rotary_emb = lambda like, positions: _cos_sin(prefill, positions[0])  # type: ignore[assignment]
     try:
         yield
     finally:

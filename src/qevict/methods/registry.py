@@ -28,7 +28,8 @@ ENTRY_POINTS = "qevict.methods"
 _PRESETS: dict[str, Callable[[], Described]] = {
     "full": FullKV,
     "qevict": QEvict,
-    "qevict-paper": lambda: QEvict(QEvictConfig.paper(), preset="paper"),
+    # The paper's settings at matched bytes: what it leaves uncharged is charged, so that no step passes the budget.
+    "qevict-paper": lambda: QEvict(QEvictConfig.paper(reserve_growth=True, dormant="slots"), preset="paper"),
     "snapkv": SnapKV,
     "hf-quantized-2": lambda: HFQuantized(bits=2),
     "hf-quantized-4": HFQuantized,

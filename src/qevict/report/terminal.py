@@ -12,6 +12,8 @@ from qevict.answer import Answer
 from qevict.budget import MemoryReport, TierPlan
 from qevict.demo import Question
 from qevict.geometry import KVGeometry
+from qevict.methods.base import Described, Properties
+from qevict.methods.matching import Match
 from qevict.planning import PlannedTiers
 
 _WIDTH = 48
@@ -68,6 +70,20 @@ def memory_bar(report: MemoryReport) -> RenderableType:
     return Group(*lines)
 
 
+def answer_summary(result: Answer) -> RenderableType:
+    """What an answer took: memory, tokens, time, and tiers if the method has them."""
+    line = (
+        f"{result.prompt_tokens} + {result.new_tokens} tokens, first after {result.first_token_seconds:.1f} s, then "
+        f"{result.tokens_per_second:.1f} tokens/s"
+    )
+    if result.counts is not None and result.moves is not None:
+        line += (
+            f"; windows (over layers): {result.counts.full} full, {result.counts.quantized} low-bit, "
+            f"{result.counts.evicted} evicted, {result.moves.promoted} promotions"
+        )
+    return Group(memory_bar(result.memory), Text(line))
+
+
 def plan_table(geometry: KVGeometry, plan: TierPlan, planned: PlannedTiers, lanes: int) -> RenderableType:
     """What a budget holds of a context, tier by tier, over all layers of one sequence."""
     context, scale = planned.context, geometry.layers * lanes
@@ -118,11 +134,44 @@ def demo_table(title: str, asked: Sequence[Question], answers: Mapping[str, Sequ
             *shown,
             f"{size(last.memory.reserved)}\n{last.memory.ratio:.1%}",
             f"{last.tokens_per_second:.1f}",
-            f"{last.counts.full} full\n{last.counts.quantized} low-bit\n{last.counts.evicted} evicted\n"
-            f"{sum(result.moves.promoted for result in results)} promoted",
+            _tiers(results),
             end_section=True,
         )
     return table
+
+
+def _tiers(results: Sequence[Answer]) -> str:
+    counts, moves = results[-1].counts, [result.moves for result in results]
+    if counts is None:
+        return ""
+    promoted = sum(m.promoted for m in moves if m is not None)
+    return f"{counts.full} full\n{counts.quantized} low-bit\n{counts.evicted} evicted\n{promoted} promoted"
+
+
+def methods_table(methods: Mapping[str, Described]) -> RenderableType:
+    """Every method with its paper, its kind, the properties of the paper's table 1, and its settings."""
+    table = Table(title="methods", show_lines=False)
+    for column in ("name", "kind", *(name.replace("_", " ") for name in Properties._fields), "paper", "settings"):
+        table.add_column(column, overflow="fold")
+    for name, method in methods.items():
+        marks = ["[green]✓[/]" if holds else "[red]✗[/]" for holds in method.properties]
+        table.add_row(name, method.kind, *marks, method.paper, _settings(method))
+    return table
+
+
+def match_table(ratio: float, matches: Mapping[str, Match]) -> RenderableType:
+    """What of each method meets a ratio."""
+    table = Table(title=f"at most {ratio:.1%} of full KV's bytes, maximum over steps")
+    for column in ("name", "measured", "settings"):
+        table.add_column(column, justify="right" if column == "measured" else "left", overflow="fold")
+    for name, match in matches.items():
+        measured = "" if match.ratio is None else f"{match.ratio:.1%}"
+        table.add_row(name, measured, match.reason or f"{match.method.label}: {_settings(match.method)}")
+    return table
+
+
+def _settings(method: Described) -> str:
+    return ", ".join(f"{name}={value}" for name, value in method.settings().items())
 
 
 def _marked(expected: str, text: str) -> Text:
