@@ -5,15 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qevict.codecs.base import Codec, Section, WindowLayout, WindowShape
+from qevict.codecs.kivi import KiviCodec
 from qevict.codecs.minmax import MinMaxCodec
+from qevict.codecs.turboquant import TurboQuantCodec
 
-__all__ = ["Codec", "MinMaxCodec", "Section", "WindowLayout", "WindowShape", "get_codec"]
+__all__ = [
+    "Codec",
+    "KiviCodec",
+    "MinMaxCodec",
+    "Section",
+    "TurboQuantCodec",
+    "WindowLayout",
+    "WindowShape",
+    "get_codec",
+]
 
-_CODECS: dict[str, Callable[[int], Codec]] = {"minmax": lambda bits: MinMaxCodec(key_bits=bits, value_bits=bits)}
+_CODECS: dict[str, Callable[[int], Codec]] = {
+    "minmax": lambda bits: MinMaxCodec(key_bits=bits, value_bits=bits),
+    "kivi": lambda bits: KiviCodec(key_bits=bits, value_bits=bits),
+    "turboquant": lambda bits: TurboQuantCodec(key_bits=bits, value_bits=bits),
+}
 
 
 def get_codec(name: str, bits: int) -> Codec:
     """The codec of that name with `bits` bits for each key and each value element.
+
+    "minmax" is the paper's (keys per channel, values per token), "kivi" the same with values in groups of 32 channels,
+    "turboquant" rotates every token by itself.
 
     Raises:
         ValueError: no codec has that name, or the codec does not have that width.

@@ -84,7 +84,7 @@ class MinMaxCodec:
         packed = torch.zeros(*windows, layout.nbytes, dtype=torch.uint8, device=keys.device)
         arrays = layout.view(packed)
         for kind, rows, bits in (("key", keys.mT, self.key_bits), ("value", values, self.value_bits)):
-            codes, scale, offset = _quantize(rows.detach().float(), bits)
+            codes, scale, offset = quantize_rows(rows.detach().float(), bits)
             arrays[f"{kind}_codes"].copy_(pack(codes, bits))
             arrays[f"{kind}_scale"].copy_(scale)
             arrays[f"{kind}_offset"].copy_(offset)
@@ -99,10 +99,10 @@ class MinMaxCodec:
             ValueError: the last dimension of `packed` is not the size of a window of `shape`.
         """
         arrays = self.layout(shape).view(packed)
-        keys = _dequantize(
+        keys = dequantize_rows(
             unpack(arrays["key_codes"], self.key_bits, shape.tokens), arrays["key_scale"], arrays["key_offset"]
         )
-        values = _dequantize(
+        values = dequantize_rows(
             unpack(arrays["value_codes"], self.value_bits, shape.head_dim),
             arrays["value_scale"],
             arrays["value_offset"],
@@ -110,10 +110,10 @@ class MinMaxCodec:
         return keys.mT, values
 
 
-def _quantize(
+def quantize_rows(
     rows: Float32[Tensor, "*rows n"], bits: int
 ) -> tuple[UInt8[Tensor, "*rows n"], Float16[Tensor, "*rows"], Float16[Tensor, "*rows"]]:
-    """Codes of each row, and its scale and offset."""
+    """Codes of each row, and its scale and offset, as `MinMaxCodec` says."""
     levels = (1 << bits) - 1
     rows = rows.clamp(-LIMIT, LIMIT)
     lowest, highest = rows.amin(dim=-1), rows.amax(dim=-1)  # ten times as fast as aminmax along a strided dimension
@@ -124,9 +124,10 @@ def _quantize(
     return codes.to(torch.uint8), scale, offset
 
 
-def _dequantize(
+def dequantize_rows(
     codes: UInt8[Tensor, "*rows n"], scale: Float16[Tensor, "*rows"], offset: Float16[Tensor, "*rows"]
 ) -> Float32[Tensor, "*rows n"]:
+    """What `quantize_rows` made codes of."""
     return torch.addcmul(offset.float().unsqueeze(-1), codes.float(), scale.float().unsqueeze(-1))
 
 
