@@ -14,14 +14,23 @@ import torch
 from transformers import PreTrainedModel
 
 from qevict.config import Budget, QEvictConfig
+from qevict.methods.adakv import AdaKV
 from qevict.methods.base import Described, MeasuredCache, Method, OwnCache, Selector
 from qevict.methods.cache import MethodCache
+from qevict.methods.chunkkv import ChunkKV
+from qevict.methods.criticalkv import CriticalAdaKV, CriticalKV
+from qevict.methods.defensivekv import DefensiveKV, LayerDefensiveKV
+from qevict.methods.expected_attention import ExpectedAttention
 from qevict.methods.full import FullKV
+from qevict.methods.h2o import H2O, ObservedAttention
 from qevict.methods.hf_quantized import HFQuantized
+from qevict.methods.keynorm import KeyNorm
 from qevict.methods.kvpress import PREFIX as KVPRESS
 from qevict.methods.kvpress import KVPress
 from qevict.methods.qevict import QEvict
 from qevict.methods.snapkv import SnapKV
+from qevict.methods.streaming import StreamingLLM
+from qevict.methods.tova import TOVA
 
 ENTRY_POINTS = "qevict.methods"
 
@@ -30,7 +39,19 @@ _PRESETS: dict[str, Callable[[], Described]] = {
     "qevict": QEvict,
     # The paper's settings at matched bytes: what it leaves uncharged is charged, so that no step passes the budget.
     "qevict-paper": lambda: QEvict(QEvictConfig.paper(reserve_growth=True, dormant="slots"), preset="paper"),
+    "streamingllm": StreamingLLM,
+    "h2o": H2O,
     "snapkv": SnapKV,
+    "adakv": AdaKV,
+    "criticalkv": CriticalKV,
+    "criticaladakv": CriticalAdaKV,
+    "defensivekv": DefensiveKV,
+    "layerdefensivekv": LayerDefensiveKV,
+    "chunkkv": ChunkKV,
+    "tova": TOVA,
+    "keynorm": KeyNorm,
+    "expectedattention": ExpectedAttention,
+    "observedattention": ObservedAttention,
     "hf-quantized-2": lambda: HFQuantized(bits=2),
     "hf-quantized-4": HFQuantized,
 }
