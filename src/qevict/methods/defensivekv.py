@@ -86,7 +86,7 @@ class DefensiveKV(Selector):
         secured = self._secured(earlier.mean(dim=(1, 2)), self.coverage - bias, tokens - self.window)
 
         norms = output_norms(prefill)[:, : -self.window]
-        scores = self._worst_case(earlier) * norms / norms.sum(dim=0).clamp_min(_TINY)
+        scores = self._worst_case(earlier) * (norms / norms.sum(dim=0).clamp_min(_TINY))
         above = float(scores.max().nextafter(scores.new_tensor(torch.inf)))
         return torch.nn.functional.pad(scores.masked_fill(secured, above), (0, self.window), value=above)
 

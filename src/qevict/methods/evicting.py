@@ -1,9 +1,9 @@
 """Methods that go on evicting while tokens are generated: a fixed number of tokens, with or without scores.
 
 A forward's tokens and what they say of the others stay pending until the next forward, so that they can be undone.
-A single token always has room: the store gives up one at the start of the forward if it is full. Several tokens at once
-may be a draft, for which nothing is given up; what has no room lies beyond the budget until the next forward (or, for a
-long text, until the end of its own), reported as workspace, as in QEvict's own tiers.
+A new token always has room: a full store gives up one at the start of the forward. Several tokens at once may be a
+draft, for which no more is given up; those without room lie beyond the budget until the next forward (or, of a long
+text, until the end of its own), reported as workspace, as in QEvict's own tiers.
 """
 
 from __future__ import annotations
