@@ -1,0 +1,165 @@
+"""ForkedCache: caches of any methods, one row each, decoded together in one batch.
+
+Decoding is bound by reading the model's weights, so the forks of one prompt cost little more together than one of them
+alone. Attention is each member's own; everything else of a forward (projections, MLPs, the head) is one batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from qevict.attention import PREFIX, AttentionCall, KVHandle, LazyMask, attach
+from qevict.compat import cache_argument
+from qevict.managed_layer import ManagedLayer
+
+
+class ForkedCache(Cache):
+    """A batch whose row i is `members[i]`, a cache of batch 1 that has read its prompt.
+
+    Members may have seen different numbers of tokens. There are no padding columns: a forward brings equally many
+    tokens for every row, and positions `[rows, tokens]` have to be given. `fork_forward` does that.
+
+    Args:
+        model: that the members were made for.
+        members: any mixture of managed caches and Transformers' own. They keep their state; this is only a view.
+
+    Raises:
+        ValueError: if there is no member, or one of them is empty.
+    """
+
+    layers: list[Any]
+
+    def __init__(self, model: PreTrainedModel, members: Sequence[Cache]) -> None:
+        if not members:
+            raise ValueError("a forked cache needs at least one member")
+        for row, member in enumerate(members):
+            if not member.get_seq_length():
+                raise ValueError(f"member {row} is empty; give it its prompt first, by PrefillTrace.fill or a forward")
+        attach(model)
+        self.members = list(members)
+        count = max(len(member.layers) for member in members)
+        super().__init__(layers=[_ForkedLayer(self.members, index) for index in range(count)])
+
+    def next_positions(self, tokens: int) -> Int[Tensor, "rows tokens"]:
+        """Positions of the next tokens of every row."""
+        seen = torch.tensor([member.get_seq_length() for member in self.members])
+        return seen[:, None] + torch.arange(tokens)
+
+
+def copies(caches: Sequence[Any]) -> list[Any]:
+    """Independent copies of caches."""
+    # Transformers' quantised tensors refuse to be copied, but are replaced as a whole and never written to.
+    held = (tensor for cache in caches for layer in cache.layers for tensor in vars(layer).values())
+    shared = {id(tensor): tensor for tensor in held if hasattr(tensor, "__tensor_flatten__")}
+    return copy.deepcopy(list(caches), shared)
+
+
+@torch.no_grad()
+def fork_forward(
+    model: PreTrainedModel, members: Sequence[Cache], tokens: Int[Tensor, "rows tokens"], *, last_only: bool = True
+) -> Float[Tensor, "rows kept vocabulary"]:
+    """Logits of the next tokens of caches decoded together, row i for `members[i]`; the caches take the tokens in.
+
+    Args:
+        last_only: whether to compute those of the last token only.
+    """
+    forked = ForkedCache(model, members)
+    output = model(
+        tokens.to(model.device),
+        position_ids=forked.next_positions(tokens.shape[1]).to(model.device),
+        use_cache=True,
+        logits_to_keep=1 if last_only else 0,
+        **cache_argument(forked),
+    )
+    logits: Tensor = output.logits
+    return logits
+
+
+class _ForkedLayer(CacheLayerMixin):
+    """One layer of all members."""
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, members: list[Cache], index: int) -> None:
+        super().__init__()
+        self._members, self._index = members, index
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Handles that lead the attention function here."""
+        if key_states.shape[0] != len(self._members):
+            raise ValueError(f"{len(self._members)} caches are decoded together; got {key_states.shape[0]} rows")
+        handle = KVHandle(self, key_states, value_states)
+        return handle, handle
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens that the longest row has seen."""
+        return max(member.get_seq_length() for member in self._members)
+
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """Length and offset of a mask that is never built."""
+        return self.get_seq_length() + (query if isinstance(query, int) else query.shape[0]), 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Float[Tensor, "rows query_heads tokens dim"],
+        handle: KVHandle,
+        mask: LazyMask | None,
+        call: AttentionCall,
+    ) -> Float[Tensor, "rows tokens query_heads dim"]:
+        """Every row's own attention."""
+        positions = call.settings.get("position_ids")
+        outputs = []
+        for row, member in enumerate(self._members):
+            one = slice(row, row + 1)
+            keys, values = handle.keys[one], handle.values[one]
+            own = copy.copy(call)
+            own.settings = {**call.settings, "position_ids": None if positions is None else positions[one]}
+            layer = member.layers[self._index]
+            if isinstance(layer, ManagedLayer):
+                outputs.append(layer.attend(module, query[one], KVHandle(layer, keys, values), None, own))
+            else:
+                keys, values = member.update(keys, values, self._index)
+                outputs.append(own.exact(query[one], keys, values, _mask(module, query, keys, own))[0])
+        return torch.cat(outputs)
+
+
+def _mask(module: nn.Module, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor | None:
+    """The mask `[1, 1, tokens, keys]` that a row alone would have; None where everything is seen.
+
+    The keys are those of the tokens up to the last query, be they all or a sliding layer's last ones.
+    """
+    seen = visible(query.shape[2], keys.shape[2], call.settings.get("sliding_window"), query.device)
+    implementation = str(module.config._attn_implementation).removeprefix(PREFIX)  # type: ignore[union-attr]
+    if bool(seen.all()) or implementation.startswith("flash"):  # which aligns its own causal mask with the last key
+        return None
+    if implementation == "eager":
+        return torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)[None, None]
+    return seen[None, None]
+
+
+def visible(new: int, total: int, window: int | None, device: torch.device) -> Bool[Tensor, "new total"]:
+    """Which of `total` consecutive tokens each of the last `new` attends to, in a layer that slides over `window`."""
+    place = torch.arange(total, device=device)
+    own = place[total - new :, None]
+    causal = place <= own
+    return causal if window is None else causal & (place > own - window)
