@@ -31,11 +31,13 @@ class MethodSession(Session):
     Attributes:
         waiting: layers whose prompts are not compressed yet.
         inputs: collects the attention modules' inputs until the prompt was read; for methods that look at them.
+        trails: whether stores keep note of which tokens they reach.
     """
 
     method: Method
     waiting: list[MethodLayer] = field(default_factory=list, kw_only=True)
     inputs: AttentionInputs | None = field(default=None, kw_only=True)
+    trails: bool = field(default=False, kw_only=True)
 
     def compress(self) -> None:
         """Compress the prompts that wait, row by row."""
@@ -44,6 +46,8 @@ class MethodSession(Session):
             states = [layer.rows[row] for layer in layers]
             stores = self.method.compress([state.waiting_prefill for state in states], states[0].allowance)
             for state, store in zip(states, stores, strict=True):
+                if not self.trails:
+                    store.trail = None
                 state.store, state.prefill = store, None
 
 
@@ -186,6 +190,8 @@ class MethodLayer(ManagedLayer):
                         "activate_past_recording() on the cache beforehand keeps a prompt undoable"
                     )
                 row.store.undo(count)
+                if row.store.trail is not None:
+                    row.store.trail.shorten(count)
             else:
                 row.prefill = row.waiting_prefill.first(row.length - count)
                 new = row.allowance.new_tokens
@@ -276,6 +282,13 @@ class MethodCache(ManagedCache):
         )
         if method.needs_hidden:
             self._session.inputs = AttentionInputs(attention_modules(model))
+
+    def keep_trails(self) -> None:
+        """From the next prompt on, rows keep note of which tokens they reach (`RowStore.trail`), beside what they hold.
+
+        A diagnostic: it takes memory that no report counts.
+        """
+        self._session.trails = True
 
     def __repr__(self) -> str:
         return f"MethodCache({self.method.label}, {len(self.managed)} of {len(self.layers)} layers managed)"

@@ -17,6 +17,7 @@ from torch import Tensor
 from qevict.budget import MemoryReport
 from qevict.codecs import Codec, KiviCodec, MinMaxCodec, TurboQuantCodec, WindowLayout, WindowShape
 from qevict.methods.store import POSITION_BYTES, Block, Kept, RowStore, TokenBuffer, head_blocks
+from qevict.methods.trail import Trail
 from qevict.rope import Rope
 
 TOKEN_POSITION_BYTES = 4
@@ -281,6 +282,7 @@ class CodeStore(RowStore):
         rope: Rope,
         dtype: torch.dtype,
     ) -> None:
+        self.trail = Trail(kept, keys.shape[1])
         self.next_position = first_position + keys.shape[1]
         self.rope = rope
         self.parts: list[CodeBlock] = []
@@ -306,6 +308,10 @@ class CodeStore(RowStore):
         """One block, or one for each head where they keep different numbers of tokens."""
         for part in self.parts:
             yield part.tokens()
+
+    def coded(self) -> list[int]:
+        """Whole groups of each head."""
+        return [part.coded for part in self.parts for _ in range(part.shape.heads)]
 
     def undo(self, count: int) -> None:
         """Remove the last `count` tokens."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from qevict.budget import InfeasibleBudgetError, MemoryReport
 from qevict.methods.base import Allowance, LayerPrefill, Selector
 from qevict.methods.store import POSITION_BYTES, Block, Kept, RowStore, TokenBuffer
+from qevict.methods.trail import Trail
 
 SCORE_BYTES = 8
 """Bytes charged for a token's score: the settled one, and what the last token says of it; float32 each."""
@@ -72,6 +73,7 @@ class EvictingStore(RowStore):
     def __init__(self, prefill: LayerPrefill, kept: Kept, capacity: int, allowance: Allowance) -> None:
         index = torch.stack(kept)[:, :, None].expand(-1, -1, prefill.keys.shape[2])
         held = index.shape[1]
+        self.trail = Trail(kept, prefill.tokens)
         self.capacity = capacity
         self.slots = capacity if allowance.new_tokens is None else min(capacity, held + allowance.new_tokens)
         keys, values = prefill.keys.gather(1, index), prefill.values.gather(1, index)
@@ -93,6 +95,8 @@ class EvictingStore(RowStore):
     def evict(self, kept: Int[Tensor, "heads kept"]) -> None:
         """Keep the given tokens."""
         self.buffer.take(kept)
+        if self.trail is not None:
+            self.trail.take(kept)
 
     def append(self, keys: Float[Tensor, "heads new dim"], values: Float[Tensor, "heads new dim"]) -> None:
         """Take in the tokens of a forward."""

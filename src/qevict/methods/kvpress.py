@@ -75,7 +75,10 @@ class KVPress(Method):
             keys, values = self._ask(prefill, asked)
             kept = keys.shape[1]
             if kept <= tokens:
-                return ExactStore(keys, values, [torch.arange(kept, device=keys.device)] * len(keys), growth, dtype)
+                whole = [torch.arange(kept, device=keys.device)] * len(keys)
+                store = ExactStore(keys, values, whole, growth, dtype)
+                store.trail = None  # a press does not say which tokens it has returned
+                return store
             asked -= kept - tokens
         raise InfeasibleBudgetError(f"{self.label} keeps at least {kept} tokens, but the budget holds {tokens}")
 

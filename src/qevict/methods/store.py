@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qevict.budget import MemoryReport
+from qevict.methods.trail import Trail
 
 Kept = list[Int[Tensor, " _"]]
 """Ascending token indices for each KV head; their number may differ from head to head."""
@@ -43,6 +44,9 @@ class RowStore(ABC):
     fresh: int = 0
     """Tokens of the last forward, which can still be undone."""
 
+    trail: Trail | None = None
+    """Which tokens each head reaches; None where nobody asked, or where the store cannot say."""
+
     @abstractmethod
     def settle(self, coming: int) -> None:
         """The tokens so far are here to stay: compress or evict what is due, and make room for `coming` more."""
@@ -63,6 +67,10 @@ class RowStore(ABC):
     def memory(self) -> MemoryReport:
         """Bytes held: Eq. 8's terms and `reserved`, without the row's first position."""
 
+    def coded(self) -> list[int]:
+        """How many tokens of each head, the first ones that it holds, are in codes; empty where none ever are."""
+        return []
+
     def observe(self, heads: slice, weights: Float[Tensor, "heads group some tokens"]) -> None:
         """Shown the attention weights of a block, if `observes`: of all new tokens, in order, some at a time."""
         raise NotImplementedError(f"{type(self).__name__} observes no weights")
@@ -78,6 +86,8 @@ class RowStore(ABC):
         self.settle(keys.shape[1])
         self.append(keys, values)
         self.fresh = keys.shape[1]
+        if self.trail is not None:
+            self.trail.append(self.fresh)
         output = torch.empty_like(query)
         for block in self.blocks():
             if not self.observes:
@@ -224,6 +234,7 @@ class ExactStore(RowStore):
         growth: int,
         dtype: torch.dtype,
     ) -> None:
+        self.trail = Trail(kept, keys.shape[1])
         self.buffers: list[tuple[slice, TokenBuffer]] = []
         for heads in head_blocks(kept):
             index = torch.stack(kept[heads])[:, :, None].expand(-1, -1, keys.shape[2])
