@@ -94,8 +94,7 @@ class SlidingStore(EvictingStore):
         self, prefill: LayerPrefill, kept: Kept, capacity: int, allowance: Allowance, method: StreamingLLM
     ) -> None:
         super().__init__(prefill, kept, capacity, allowance)
-        self.method, self.rope = method, prefill.rope
-        self.places = prefill.first_position + torch.arange(method.sinks, device=prefill.keys.device)
+        self.method, self.rope, self.first_position = method, prefill.rope, prefill.first_position
         self.evicted = 0
         keys = self.buffer.keys
         self.bare: Float[Tensor, "heads sinks dim"] = keys.new_zeros(
@@ -106,7 +105,7 @@ class SlidingStore(EvictingStore):
     def choose(self, tokens: int) -> Int[Tensor, "heads tokens"]:
         """The sinks and the last ones."""
         index = sinks_and_recent(self.buffer.used, self.method.sinks, tokens)
-        return index.to(self.places.device).expand(self.buffer.keys.shape[0], -1)
+        return index.to(self.bare.device).expand(self.buffer.keys.shape[0], -1)
 
     def evict(self, kept: Int[Tensor, "heads kept"]) -> None:
         """Keep the given tokens, and bring the sinks up behind them."""
@@ -137,10 +136,11 @@ class SlidingStore(EvictingStore):
         if not (evicted and self.method.moves):
             return
         sinks = self.buffer.keys[:, : self.method.sinks]
+        places = self.first_position + torch.arange(self.method.sinks, device=sinks.device)
         if not self.evicted:
-            self.bare = self.rope.unrotate(sinks, self.places).to(sinks.dtype)
+            self.bare = self.rope.unrotate(sinks, places).to(sinks.dtype)
         self.evicted += evicted
-        sinks.copy_(self.rope.rotate(self.bare, self.places + self.evicted))
+        sinks.copy_(self.rope.rotate(self.bare, places + self.evicted))
 
 
 def sinks_and_recent(held: int, sinks: int, tokens: int) -> Int[Tensor, " tokens"]:

@@ -80,7 +80,7 @@ class LastAttentionStore(ScoredStore):
         self, scores: Float[Tensor, "1 settled"], pending: Float[Tensor, "1 new tokens"]
     ) -> Float[Tensor, "1 tokens"]:
         """What the last token says."""
-        return pending[:, -1]
+        return pending[:, -1].clone()  # not a view that keeps the rest
 
     def choose(self, tokens: int) -> Int[Tensor, "heads tokens"]:
         """The best, the same for every head."""
