@@ -25,14 +25,19 @@ from qevict.methods.full import FullKV
 from qevict.methods.h2o import H2O, ObservedAttention
 from qevict.methods.hf_quantized import HFQuantized
 from qevict.methods.keynorm import KeyNorm
+from qevict.methods.kivi import KIVI
 from qevict.methods.kvpress import PREFIX as KVPRESS
 from qevict.methods.kvpress import KVPress
 from qevict.methods.qevict import QEvict
+from qevict.methods.qprune import QPrune
+from qevict.methods.qprune import parse as parse_qprune
 from qevict.methods.snapkv import SnapKV
 from qevict.methods.streaming import StreamingLLM
 from qevict.methods.tova import TOVA
+from qevict.methods.turboquant import TurboQuant
 
 ENTRY_POINTS = "qevict.methods"
+QPRUNE = "qprune:"
 
 _PRESETS: dict[str, Callable[[], Described]] = {
     "full": FullKV,
@@ -52,6 +57,15 @@ _PRESETS: dict[str, Callable[[], Described]] = {
     "keynorm": KeyNorm,
     "expectedattention": ExpectedAttention,
     "observedattention": ObservedAttention,
+    "kivi-2": KIVI,
+    "kivi-4": lambda: KIVI(bits=4),
+    "turboquant-2": lambda: TurboQuant(2),
+    "turboquant-3": lambda: TurboQuant(3),
+    "turboquant-4": lambda: TurboQuant(4),
+    "qprune:snapkv+kivi-4": lambda: QPrune(SnapKV(), "kivi-4"),
+    "qprune:adakv+turboquant-3": lambda: QPrune(AdaKV(), "turboquant-3"),
+    "qprune:chunkkv+turboquant-4": lambda: QPrune(ChunkKV(), "turboquant-4"),
+    "qprune:snapkv+minmax-4": lambda: QPrune(SnapKV(), "minmax-4"),
     "hf-quantized-2": lambda: HFQuantized(bits=2),
     "hf-quantized-4": HFQuantized,
 }
@@ -113,6 +127,8 @@ def make_cache(
 def _named(name: str) -> Described:
     if name in _PRESETS:
         return _PRESETS[name]()
+    if name.startswith(QPRUNE):
+        return parse_qprune(name, selectors())
     if name.startswith(KVPRESS):
         return KVPress(name.removeprefix(KVPRESS))
     if name in _installed():
