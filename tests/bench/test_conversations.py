@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_lengths_are_met_and_answers_lie_apart(task: str, questions: int, tokeni
         places = [conversation.context.index(question.answers[0]) for question in conversation.questions]
         assert places == sorted(places)
         tokens = [len(tokenizer(conversation.context[:place]).input_ids) for place in places]
-        assert all(later - earlier > 32 for earlier, later in zip(tokens, tokens[1:], strict=False))
+        assert all(later - earlier > 32 for earlier, later in pairwise(tokens))
         for question, place in zip(conversation.questions, places, strict=True):
             assert question.depth == pytest.approx(place / len(conversation.context), abs=0.05)
             assert conversation.context.count(question.answers[0]) == 1

@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, cycle, islice, zip_longest
 from pathlib import Path
-from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from qevict.bench.data import data_folder, find_file, read_rows
 from qevict.bench.prompt import prompt_ids
+from qevict.bench.protocol import Protocol, gold_ids
 from qevict.bench.sample import Sample, generator, shuffled
 from qevict.bench.tasks import find_tasks
-
-Protocol = Literal["query-aware", "query-agnostic"]
 
 CUE_TOKENS = 8
 """Tokens of the passage that a copy begins with, which say what is being quoted."""
@@ -148,7 +146,7 @@ def answers(tokenizer: PreTrainedTokenizerBase, wanted: Wanted) -> Iterator[Text
     each = -(-wanted.count // len(tasks))
     samples = (task.samples(tokenizer, each, length=wanted.prompt, seed=wanted.seed) for task in tasks)
     in_turn = (sample for of_each in zip_longest(*samples) for sample in of_each if sample is not None)
-    for sample in islice(in_turn, wanted.count):
+    for sample in islice((sample for sample in in_turn if any(sample.answers)), wanted.count):
         yield answered(tokenizer, sample, wanted.forced)
 
 
@@ -157,7 +155,7 @@ def answered(tokenizer: PreTrainedTokenizerBase, sample: Sample, forced: int) ->
     context, cue = prompt_ids(tokenizer, sample)
     if not cue:
         context, cue = context[:-1], context[-1:]
-    gold = _answer_ids(tokenizer, sample)[:forced]
+    gold = gold_ids(tokenizer, sample, [*context, *cue])[:forced]
     name, document = f"{sample.task}/{sample.id}", f"{sample.task}/{sample.document}"
     return Text("answers", name, document, tuple(context), tuple(cue), tuple(gold))
 
@@ -209,12 +207,6 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The token that the tokenizer puts before every text, if it does."""
     first = tokenizer("a", verbose=False).input_ids[:1]
     return list(first) if first == [tokenizer.bos_token_id] else []
-
-
-def _answer_ids(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[int]:
-    """The first gold answer, behind a space unless the prompt ends with one or with a new line."""
-    before = sample.answer_prefix if sample.answer_prefix or not sample.chat else "\n"
-    return _ids(tokenizer, sample.answers[0] if before[-1:].isspace() else f" {sample.answers[0]}")
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
