@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from qevict.bench.commands import app as bench
+
 if TYPE_CHECKING:
     from qevict.answer import Answer
 
@@ -20,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench)
 console = Console()
 # Everything that is not the result goes here, so that an answer can be piped.
 progress = Console(stderr=True)

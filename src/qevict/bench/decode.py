@@ -68,6 +68,12 @@ class Fork:
             raise ValueError("a fork needs a token to feed and at least one token to generate")
         self.memory.see(self.cache.memory())
 
+    def is_done(self, ends: frozenset[int]) -> bool:
+        """Whether nothing more is to be generated; `ends` are the end-of-sequence tokens."""
+        if not self.tokens:
+            return False
+        return self.tokens[-1] in ends or len(self.tokens) >= self.limit or self.finished(self.tokens)
+
 
 def decode(model: PreTrainedModel, groups: Iterable[Sequence[Fork]], batch: int = 48) -> Iterator[Fork]:
     """Decode forks greedily, many at once; yields each when it is done.
@@ -88,14 +94,10 @@ def decode(model: PreTrainedModel, groups: Iterable[Sequence[Fork]], batch: int 
         while coming is not None and len(active) + len(coming) <= batch:
             active.extend(coming)
             coming = next(waiting, None)
-        _step(model, active)
-        still = []
-        for fork in active:
-            if fork.tokens[-1] in ends or len(fork.tokens) >= fork.limit or fork.finished(fork.tokens):
-                yield fork
-            else:
-                still.append(fork)
-        active = still
+        _step(model, [fork for fork in active if not fork.is_done(ends)])
+        done = {fork for fork in active if fork.is_done(ends)}
+        yield from (fork for fork in active if fork in done)
+        active = [fork for fork in active if fork not in done]
 
 
 def _at_most(batch: int, groups: Iterable[Sequence[Fork]]) -> Iterator[Sequence[Fork]]:
