@@ -72,3 +72,13 @@ def test_no_questions_no_answers(smollm2: tuple[Any, Any]) -> None:
 def test_an_empty_prompt_is_refused(smollm2: tuple[Any, Any]) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         answer(*smollm2, "", " ")
+
+
+def test_other_methods_answer_too_with_budgets_of_their_own(smollm2: tuple[Any, Any]) -> None:
+    for method, ratio in (("snapkv", 0.5), ("kivi-4", None)):
+        result = answer(*smollm2, CONTEXT, QUESTIONS[0], method=method, budget=ratio, max_new_tokens=12)
+        assert result.counts is None
+        assert result.memory.overshoot == 0
+        assert result.text
+    with pytest.raises(ValueError, match="configures qevict, not snapkv"):
+        answer(*smollm2, CONTEXT, QUESTIONS[0], budget=QEvictConfig(), method="snapkv")

@@ -6,6 +6,7 @@ Others add theirs as entry points of the group `qevict.methods`: a name, and a `
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -92,8 +93,14 @@ def get_method(name: str, **settings: Any) -> Described:
 
 
 def selectors() -> dict[str, Selector]:
-    """Methods that `qprune` can evict with."""
-    return {name: method for name in method_names() if isinstance(method := _named(name), Selector)}
+    """Methods that `qprune` can evict with; somebody else's that cannot be loaded is left out."""
+    found = {}
+    for name in method_names():
+        with suppress(ValueError, ImportError):
+            method = _named(name) if not name.startswith(QPRUNE) else None
+            if isinstance(method, Selector):
+                found[name] = method
+    return found
 
 
 def make_cache(
