@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import SMALL, endless, forward, prompt
 
 from qevict.bench import fidelity
 from qevict.bench.cells import FULL, Cell, cells_of
@@ -18,7 +19,6 @@ from qevict.bench.fidelity_summary import summarise
 from qevict.bench.protocol import Setting
 from qevict.bench.results import read_records
 from qevict.methods import get_method, make_cache
-from small import SMALL, endless, forward, prompt
 
 QEVICT, SNAPKV = get_method("qevict", **SMALL), get_method("snapkv", window=8)
 STREAMING = get_method("streamingllm")
@@ -166,6 +166,7 @@ def test_a_resumed_run_does_nothing_twice(
 
 
 def test_missing_data_shows_before_anything_is_measured(tokenizer: Any, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="LongBench|longbench"):
-        run(plan(data, corpora=("prose", "answers")), tmp_path / "out", endless(), tokenizer)
+    wanted = Wanted(prompt=120, forced=6, data=data, answered=("longbench/qasper",))
+    with pytest.raises(ValueError, match="LongBench"):
+        run(plan(data, corpora=("prose", "answers"), wanted=wanted), tmp_path / "out", endless(), tokenizer)
     assert not (tmp_path / "out").exists()
