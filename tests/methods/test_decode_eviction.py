@@ -16,7 +16,7 @@ import reference.prompt_eviction as slow
 from qevict.budget import InfeasibleBudgetError
 from qevict.managed_layer import MAX_DRAFT
 from qevict.methods.base import Allowance, LayerPrefill
-from qevict.methods.evicting import DecodeSelector, EvictingStore
+from qevict.methods.evicting import DecodeSelector, EvictingStore, ScoredStore
 from qevict.methods.h2o import H2O
 from qevict.methods.store import POSITION_BYTES, ExactStore, RowStore
 from qevict.methods.streaming import SlidingStore, StreamingLLM
@@ -139,9 +139,13 @@ def test_every_step_is_the_slow_rows(
         assert store.buffer.used == len(row.kept[0])
         assert allowance.bytes is not None
         assert reserved(store) <= allowance.bytes
-    values = store.buffer.values
-    for head in range(heads):
-        assert torch.equal(values[head], text.values[head, row.kept[head]])
+    store.settle(0)
+    row.settle(0)
+    for head, tokens_kept in enumerate(row.kept):
+        assert torch.equal(store.buffer.values[head], text.values[head, tokens_kept])
+        if isinstance(store, ScoredStore):
+            expected = torch.tensor([row.scores[head][token] for token in tokens_kept])
+            torch.testing.assert_close(store.scores[head % len(store.scores)], expected, rtol=1e-3, atol=1e-5)
 
 
 @every
