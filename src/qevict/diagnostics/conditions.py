@@ -9,7 +9,7 @@ low-bit tier, so neither is a condition to run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
@@ -26,6 +26,8 @@ from qevict.methods.registry import get_method
 PAPER_CAPACITIES = {"R3": (8, 7, 28), "R4": (32, 1, 11)}
 """Omega, K_f and K_q (appendix I.1)."""
 PAPER_CONDITIONS = ("R1", "R2", "R3", "R4")
+ONE_WAY = " one-way"
+"""What the name of a condition without promotion ends with."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +90,18 @@ def paper_conditions(
     tokens: int,
     names: Sequence[str] = PAPER_CONDITIONS,
     *,
-    capacities: dict[str, tuple[int, int, int]] | None = None,
+    capacities: Mapping[str, tuple[int, int, int]] | None = None,
 ) -> list[Condition]:
     """R1 to R4 for traces of so many tokens.
 
     Args:
-        capacities: Omega, K_f and K_q of the three-tier conditions, where they are not the paper's.
+        capacities: Omega, K_f and K_q of further three-tier conditions, or of R3 and R4 where they are not the paper's.
 
     Raises:
         ValueError: for a condition that the paper does not have.
     """
     geometry, base = geometry_of(model, tokens), QEvictConfig.paper("diagnostics")
-    sizes = PAPER_CAPACITIES | (capacities or {})
+    sizes = PAPER_CAPACITIES | dict(capacities or {})
     configs = {
         name: budget_for(base.replace(window_size=window), geometry, full, codes)
         for name, (window, full, codes) in sizes.items()
@@ -114,15 +116,28 @@ def paper_conditions(
 
 
 def method_condition(name: str, budget: Budget) -> Condition:
-    """A method by name; those with an operating point of their own take no budget."""
+    """A method by name; those with an operating point of their own take no budget.
+
+    Methods that keep all generated tokens exactly need a budget that holds those, or one of scope "prompt", which pays
+    for the prompt alone and is part of the condition's name.
+    """
     method = get_method(name)
-    return Condition(name, method, budget if method.takes_budget else Budget(fraction=1.0))
+    if not method.takes_budget:
+        return Condition(name, method, Budget(fraction=1.0))
+    return Condition(f"{name} (prompt)" if budget.scope == "prompt" else name, method, budget)
 
 
 def one_way(condition: Condition) -> Condition:
     """The same without promotion (appendix K)."""
-    assert isinstance(condition.method, QEvict)
-    return replace(condition, name=f"{condition.name} one-way", method=condition.method.with_settings(promotion=False))
+    return replace(condition, name=condition.name + ONE_WAY, method=condition.method.with_settings(promotion=False))
+
+
+def promotion_conditions(model: PreTrainedModel, tokens: int) -> list[Condition]:
+    """Appendix K: R3 with and without promotion, at the paper's capacities (those of its 512 + 256 tokens) and at the
+    (13, 53) that Eq. 3 gives for its 256 + 1024 tokens with 20 % and q = 0.5 on Llama-3.1-8B."""
+    larger = "R3 (13, 53)"
+    both = paper_conditions(model, tokens, ("R3", larger), capacities={larger: (8, 13, 53)})
+    return [condition for one in both for condition in (one, one_way(one))]
 
 
 def plan_of(condition: Condition, geometry: KVGeometry, tokens: int, prompt: int) -> TierPlan | None:

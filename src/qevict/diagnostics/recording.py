@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qevict.bench.cells import capture
 from qevict.bench.forks import fork_forward
 from qevict.budget import InfeasibleBudgetError, MemoryReport
 from qevict.cache import QEvictCache
@@ -20,7 +21,7 @@ from qevict.diagnostics.policy import PolicyHeader, PolicyTrace
 from qevict.diagnostics.trace import Trace
 from qevict.diagnostics.watch import StoreWatcher, TierWatcher, Watcher, WholeWatcher
 from qevict.layer import QEvictLayer
-from qevict.methods.base import MeasuredCache, Method
+from qevict.methods.base import MeasuredCache
 from qevict.methods.cache import MethodCache
 from qevict.methods.qevict import QEvict
 from qevict.methods.registry import make_cache
@@ -64,7 +65,7 @@ def record_policies(
         What each condition kept, and why others were infeasible, by name.
     """
     header = trace.header
-    prefill = _prefill(model, trace, conditions)
+    prefill = capture(model, header.tokens[: header.prefill], [condition.method for condition in conditions])
     runs, infeasible = [], {}
     for condition in conditions:
         try:
@@ -79,14 +80,6 @@ def record_policies(
             run.see(step, kl)
         progress(step + 1)
     return {run.condition.name: _finished(model, trace, run) for run in runs}, infeasible
-
-
-def _prefill(model: PreTrainedModel, trace: Trace, conditions: Sequence[Condition]) -> PrefillTrace:
-    ids = torch.tensor([trace.header.tokens[: trace.header.prefill]])
-    asked = [condition.method.observed_queries for condition in conditions]
-    queries = None if None in asked else max((n for n in asked if n is not None), default=0)
-    hidden = any(isinstance(c.method, Method) and c.method.needs_hidden for c in conditions)
-    return PrefillTrace.capture(model, ids, queries=queries, hidden=hidden)
 
 
 def _run(

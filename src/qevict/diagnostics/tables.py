@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from qevict.diagnostics.conditions import ONE_WAY
 from qevict.diagnostics.intervals import Estimate, estimate, paired
 from qevict.diagnostics.residency import EPISODE, EPISODES
 from qevict.diagnostics.summary import LAGS, Summary
@@ -33,8 +34,6 @@ PAPER_PROMOTION = {
     "lir": (0.0, 0.066),
     "to_full": (0, 639),
 }
-ONE_WAY = " one-way"
-"""What the name of a condition without promotion ends with."""
 
 
 class Table(NamedTuple):
