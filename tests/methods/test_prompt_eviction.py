@@ -69,12 +69,24 @@ def test_criticalkv(shape: dict[str, int], window: int, lengths: tuple[int, int]
         slow.two_stages(row, norm, eps, int(first * tokens), tokens) for row, norm in zip(scores, norms, strict=True)
     ]
 
-    kept = CriticalAdaKV(window, 3, "max", 0.3, epsilon=eps, first_stage=first).keep(prefill, tokens)
-    safe = max(1, int(0.3 * tokens))
+    kept = CriticalAdaKV(window, 3, "max", 0.6, epsilon=eps, first_stage=first).keep(prefill, tokens)
+    safe = max(1, int(0.6 * tokens))
     expected = []
-    for row, norm, budget in zip(scores, norms, slow.floor_budgets(scores, tokens, 0.3), strict=True):
+    for row, norm, budget in zip(scores, norms, slow.floor_budgets(scores, tokens, 0.6), strict=True):
         expected.append(slow.two_stages(row, norm, eps, max(safe, int(first * budget)), budget))
     assert as_lists(kept) == expected
+
+
+def test_criticaladakv_secures_the_safeguards_tokens_whatever_their_values() -> None:
+    prefill, tokens = make_prefill(tokens=40), 16
+    secured = [set(slow.top(row, 8)) for row in slow.snapkv_scores(prefill, 2, 1, "avg")]
+
+    def keeps_all(safeguard: Any) -> list[bool]:
+        method = CriticalAdaKV(2, 1, "avg", 0.5, safeguard, epsilon=10.0, first_stage=0.0)
+        return [few <= set(index.tolist()) for few, index in zip(secured, method.keep(prefill, tokens), strict=True)]
+
+    assert all(keeps_all("floor"))
+    assert not any(keeps_all("blend"))
 
 
 @few
