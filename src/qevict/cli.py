@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from qevict.bench.commands import app as bench
+from qevict.bench.study_commands import app as bench
+from qevict.diagnostics.commands import ablate, diagnose, reproduce_group
+from qevict.report.commands import report, reproduce
 
 if TYPE_CHECKING:
     from qevict.answer import Answer
@@ -23,6 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench)
+app.command()(report)
+app.add_typer(reproduce_group(reproduce))
+app.command()(diagnose)
+app.command()(ablate)
 console = Console()
 # Everything that is not the result goes here, so that an answer can be piped.
 progress = Console(stderr=True)
