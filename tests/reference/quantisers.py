@@ -151,3 +151,106 @@ def turboquant_levels(size: int, bits: int, draws: int = 200_000) -> list[float]
         bounds = np.searchsorted(sample, (levels[1:] + levels[:-1]) / 2)
         levels = np.array([part.mean() for part in np.split(sample, bounds)])
     return [float(level) for level in levels]
+
+
+# ZipCache
+
+
+def zipcache_saliency(
+    query: Tensor, keys: Tensor, scaling: float, probes: Sequence[int], among: str
+) -> list[list[float]]:
+    """Scores of each head's tokens; `query` is [heads, group, tokens, dim], `among` "probes" or "queries"."""
+    heads, group, tokens, _ = query.shape
+    scores = [[0.0] * tokens for _ in range(heads)]
+    for head in range(heads):
+        for member in range(group):
+            for probe in probes:
+                logits = [float(query[head, member, probe] @ keys[head, i]) * scaling for i in range(probe + 1)]
+                total = sum(math.exp(x - max(logits)) for x in logits)
+                for i, x in enumerate(logits):
+                    scores[head][i] += math.exp(x - max(logits)) / total
+        for i in range(tokens):
+            seen_by = sum(probe >= i for probe in probes) if among == "probes" else tokens - i
+            scores[head][i] /= seen_by
+    return scores
+
+
+def salient_tokens(scores: Sequence[float], share: float) -> list[bool]:
+    """Whether each token is salient: not among the lowest-scored, equals being taken in the order of the text."""
+    others = sorted(range(len(scores)), key=lambda i: (scores[i], i))[: int(round((1 - share) * len(scores), 6))]
+    return [i not in others for i in range(len(scores))]
+
+
+def zipped(
+    keys: Tensor, values: Tensor, salient: list[list[bool]], bits: int, other_bits: int
+) -> tuple[Tensor, Tensor]:
+    """What tokens [heads, tokens, dim] are decoded as, keys per channel, values per j-th token of all heads."""
+    heads, _, dim = keys.shape
+    new_keys, new_values = keys.float().clone(), values.float().clone()
+    scale = [[math.sqrt(float(values[h, :, d].abs().max())) or 1.0 for d in range(dim)] for h in range(heads)]
+    scale = [[float(np.float16(x)) for x in row] for row in scale]
+    for which, width in ((True, bits), (False, other_bits)):
+        places = [[i for i, flag in enumerate(salient[h]) if flag == which] for h in range(heads)]
+        for h in range(heads):
+            for d in range(dim):
+                decoded = decode_row([float(keys[h, i, d]) for i in places[h]], width) if places[h] else []
+                for i, x in zip(places[h], decoded, strict=True):
+                    new_keys[h, i, d] = x
+        for j in range(len(places[0])):
+            row = [
+                float(np.float32(values[h, places[h][j], d]) / np.float32(scale[h][d]))
+                for h in range(heads)
+                for d in range(dim)
+            ]
+            decoded = decode_row(row, width)
+            for h in range(heads):
+                for d in range(dim):
+                    new_values[h, places[h][j], d] = decoded[h * dim + d] * scale[h][d]
+    return new_keys, new_values
+
+
+# KVQuant
+
+
+def key_thresholds(channel: Sequence[float], outliers: float) -> tuple[float, float]:
+    """What is left of a channel's calibration tokens without half of the outliers at either end."""
+    count = round(outliers / 2 * len(channel))
+    ordered = sorted(channel)[count : len(channel) - count]
+    return ordered[0], ordered[-1]
+
+
+def token_outliers(token: Sequence[float], outliers: float) -> list[int]:
+    """Channels of a token's lowest and highest elements, as many at either end."""
+    count = min(max(1, round(outliers / 2 * len(token))), (len(token) - 1) // 2) if outliers else 0
+    order = sorted(range(len(token)), key=lambda channel: (token[channel], channel))
+    return order[:count] + order[len(token) - count :]
+
+
+def unit(x: float, lower: float, upper: float) -> float:
+    """x in a range, brought to -1...1."""
+    return (x - (upper + lower) / 2) / ((upper - lower) / 2) if upper > lower else 0.0
+
+
+def kmeans(sample: Sequence[float], count: int, iterations: int = 50) -> list[float]:
+    """Lloyd's iteration on numbers, from quantiles."""
+    ordered = sorted(sample)
+    levels = [ordered[int((i + 0.5) / count * len(ordered))] for i in range(count)]
+    for _ in range(iterations):
+        members: list[list[float]] = [[] for _ in range(count)]
+        for x in ordered:
+            members[min(range(count), key=lambda i: (abs(levels[i] - x), i))].append(x)
+        levels = sorted(math.fsum(m) / len(m) if m else level for m, level in zip(members, levels, strict=True))
+    return levels
+
+
+def same_moments(levels: Sequence[float], sample: Sequence[float]) -> list[float]:
+    """Q-norm: levels stretched and moved so that the rounded sample has the sample's mean and deviation."""
+    rounded = [min(levels, key=lambda level: abs(level - x)) for x in sample]
+    stretch = float(np.std(sample)) / float(np.std(rounded))
+    return [(level - float(np.mean(rounded))) * stretch + float(np.mean(sample)) for level in levels]
+
+
+def nuq(x: float, lower: float, upper: float, levels: Sequence[float], decoded: Sequence[float]) -> float:
+    """What an element that is no outlier comes back as."""
+    code = min(range(len(levels)), key=lambda i: (abs(levels[i] - unit(x, lower, upper)), i))
+    return decoded[code] * (upper - lower) / 2 + (upper + lower) / 2

@@ -265,13 +265,15 @@ class ZipStore(RowStore):
             self.weights = [torch.cat(self.weights, dim=1)[:, : self.fresh, : self.tail.used]]
 
     def memory(self) -> MemoryReport:
-        """Exact tokens count as full precision. What a draft takes beyond the room is workspace, and so is attention
-        that waits for the next forward."""
+        """Exact tokens count as full precision; attention that waits for the next forward is the ledger. What a draft
+        takes beyond the room is workspace."""
         token = self.tail.reserved_bytes // max(1, self.tail.capacity)
         beyond = max(0, self.tail.capacity - self.room) * token
+        waiting = sum(weights.nbytes for weights in self.weights)
         return self.zipped.memory() + MemoryReport(
             full=self.tail.used_bytes - max(0, self.tail.used - self.room) * token,
             position=2 * POSITION_BYTES,  # tokens in codes, exact tokens
-            reserved=2 * POSITION_BYTES + self.tail.reserved_bytes - beyond,
-            workspace=beyond + sum(weights.nbytes for weights in self.weights),
+            ledger=waiting,
+            reserved=2 * POSITION_BYTES + self.tail.reserved_bytes - beyond + waiting,
+            workspace=beyond,
         )
