@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small import SMALL, endless, forward, prompt
+from tiny_run import character_tokenizer
 
 from qevict.bench import fidelity
 from qevict.bench.cells import FULL, Cell, cells_of
@@ -128,9 +129,9 @@ def plan(data: Path, **changes: Any) -> Fidelity:
 
 
 def test_a_resumed_run_does_nothing_twice(
-    tokenizer: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    big = endless(vocab_size=len(tokenizer))
+    tokenizer = character_tokenizer()
     measured: list[tuple[str, str, int]] = []
 
     def counted(model: Any, text: Text, cells: list[Cell], *rest: Any) -> Any:
@@ -147,26 +148,26 @@ def test_a_resumed_run_does_nothing_twice(
             raise Killed
 
     with pytest.raises(Killed):
-        run(plan(data), tmp_path, big, tokenizer, kill)
+        run(plan(data), tmp_path, model, tokenizer, kill)
     shown: list[int] = []
-    run(plan(data), tmp_path, big, tokenizer, lambda corpus, records: shown.append(len(records)))
+    run(plan(data), tmp_path, model, tokenizer, lambda corpus, records: shown.append(len(records)))
     assert [(corpus, count) for corpus, _, count in measured] == [("prose", 2), ("prose", 2), ("free", 2), ("free", 2)]
     assert shown == [0, 0, 0, 2]
     first = list(read_records(tmp_path))
     assert len(first) == 8
 
-    run(plan(data, methods=(SNAPKV, STREAMING)), tmp_path, big, tokenizer)
+    run(plan(data, methods=(SNAPKV, STREAMING)), tmp_path, model, tokenizer)
     assert [count for *_, count in measured[4:]] == [1] * 4, "only the new method"
     records = list(read_records(tmp_path))
     assert records[:8] == first
     assert len({(r["task"], r["sample"], r["method"], r["budget"]) for r in records}) == len(records) == 12
     assert {row.corpus for row in summarise(records)} == {"fidelity/prose", "fidelity/free"}
     with pytest.raises(ValueError, match="another configuration: forced"):
-        run(plan(data, wanted=Wanted(count=2, prompt=120, forced=7, data=data)), tmp_path, big, tokenizer)
+        run(plan(data, wanted=Wanted(count=2, prompt=120, forced=7, data=data)), tmp_path, model, tokenizer)
 
 
-def test_missing_data_shows_before_anything_is_measured(tokenizer: Any, data: Path, tmp_path: Path) -> None:
+def test_missing_data_shows_before_anything_is_measured(model: Any, data: Path, tmp_path: Path) -> None:
     wanted = Wanted(prompt=120, forced=6, data=data, answered=("longbench/qasper",))
     with pytest.raises(ValueError, match="LongBench"):
-        run(plan(data, corpora=("prose", "answers"), wanted=wanted), tmp_path / "out", endless(), tokenizer)
+        run(plan(data, corpora=("prose", "answers"), wanted=wanted), tmp_path / "out", model, character_tokenizer())
     assert not (tmp_path / "out").exists()

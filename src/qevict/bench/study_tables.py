@@ -149,12 +149,12 @@ def _drift(task: str, rows: Sequence[DriftRow]) -> Sheet:
 
 def _by_place(row: DriftRow) -> tuple[str, ...]:
     return (
-        *(_mean(mean, 100, 1) for mean in row.scores),
-        _interval(row.drift, 100, 1),
-        _interval(row.beyond_full, 100, 1),
-        *(_mean(mean, 1, 3) for mean in row.nlls),
-        _interval(row.nll_drift, 1, 3),
-        _interval(row.nll_beyond_full, 1, 3),
+        *(_mean(mean, 100.0, 1) for mean in row.scores),
+        _interval(row.drift, 100.0, 1),
+        _interval(row.beyond_full, 100.0, 1),
+        *(_mean(mean, 1.0, 3) for mean in row.nlls),
+        _interval(row.nll_drift, 1.0, 3),
+        _interval(row.nll_beyond_full, 1.0, 3),
     )
 
 
