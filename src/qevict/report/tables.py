@@ -141,7 +141,7 @@ def difference_table(section: Section, selection: Selection, metric: Metric, aga
     notes = [
         f"Method minus {against} ({metric.unit}; {better} {against}), paired by sample. In brackets the 95 % interval "
         "of a bootstrap over documents (10,000 resamples). Bold: the interval is clear of 0; no correction for the "
-        "number of comparisons."
+        "number of comparisons. An interval without width says that all documents agree, not that more of them would."
     ]
     title = f"{metric.title}: paired differences to {against} — {section.title}"
     slug = f"{section.slug}-{metric.key.replace('_', '-')}-minus-{against}"
@@ -255,5 +255,6 @@ def _notes(metric: Metric) -> list[str]:
         f"{metric.title}; {direction}. ± is the standard error between documents. Bold: best, underlined: second best, "
         "among the distinct printed values of a group, full KV left out, and cells of fewer samples than the others. "
         "KV memory: the largest measured share of full KV's bytes. Protected: share of the budget that goes to tokens "
-        "kept whatever their score. Quantizers have operating points of their own."
+        "kept whatever their score. Quantizers have operating points of their own. ±0.0 says that all documents agree, "
+        "not that more of them would."
     ]
