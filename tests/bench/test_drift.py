@@ -71,7 +71,7 @@ def test_the_whole_history_stays_in_the_cache() -> None:
 
 
 def test_together_is_as_alone() -> None:
-    model, trace = endless(), PrefillTrace.capture(endless(), prompt(80))
+    model = endless()
     trace = PrefillTrace.capture(model, prompt(80))
     methods = [(get_method("qevict", **SMALL), 0.5), (SNAPKV, 0.6), (get_method("full"), 1.0)]
 

@@ -16,7 +16,7 @@ from qevict.methods import make_cache
 from qevict.trace import PrefillTrace
 
 PROMPT, PENDING, FORCED = 180, 3, 12
-METHODS = {"qevict": 0.5, "snapkv": 0.6, "streamingllm": 0.3, "hf-quantized-4": 1.0}
+METHODS = {"qevict": 0.5, "snapkv": 0.6, "streamingllm": 0.3, "kivi-2": 1.0}
 
 
 def slow_distributions(model: Any, cache: Any, ids: torch.Tensor) -> list[list[float]]:
@@ -57,7 +57,7 @@ def test_against_two_separate_runs_without_forks() -> None:
             [-math.log(p[token]) for p, token in zip(expected, forced, strict=True)], 1e-3
         )
         assert steps.same == [p.index(max(p)) == q.index(max(q)) for p, q in zip(expected_full, expected, strict=True)]
-        assert 0 < steps.memory.ratio <= (1 if name == "hf-quantized-4" else at)
+        assert 0 < steps.memory.ratio <= at
 
 
 def test_step_0_is_the_first_token_of_the_compressed_cache() -> None:

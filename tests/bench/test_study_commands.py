@@ -50,7 +50,7 @@ def test_fidelity(model: Path, data: Path, tmp_path: Path) -> None:
 
 def test_drift(model: Path, data: Path, tmp_path: Path) -> None:
     """Without a chat template; tokens are characters."""
-    command = ["drift", "--model", model, "--data", data, "--methods", "snapkv,hf-quantized-4", "--budgets", 0.6]
+    command = ["drift", "--model", model, "--data", data, "--methods", "snapkv,kivi-2", "--budgets", 0.6]
     command += ["--tasks", "drift/facts", "--length", 1200, "--questions", 2, "--contexts", 1, "--out", tmp_path]
     done = bench(*command, "--scope", "prompt", "--markdown")
     assert done.exit_code == 0, done.output

@@ -29,9 +29,9 @@ ANNOUNCEMENT = "\n\nOnce more, word for word, what was said above:\n\n"
 
 _SOURCES: dict[str, tuple[tuple[str, ...], str]] = {
     "wikitext2": (
-        ("wikitext2*.jsonl", "wikitext2*.txt", "wiki.test.raw"),
+        ("wikitext2*.jsonl", "wikitext2*.txt"),
         "It is the test split of WikiText-2 raw: https://huggingface.co/datasets/Salesforce/wikitext, as JSON lines "
-        "with a `text` (wikitext2.jsonl) or as it is (wiki.test.raw).",
+        "with a `text` (wikitext2.jsonl), or as wikitext2.txt.",
     ),
     "book": (
         ("haystack*.txt", "haystack*.jsonl"),

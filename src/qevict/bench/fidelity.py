@@ -66,7 +66,7 @@ class Fidelity:
             "protocol": self.setting.protocol,
             "scope": self.setting.scope,
             "first_token": "compressed",
-            "data": data_files(self.corpora, wanted.data),
+            "data": data_files([*self.corpora, *wanted.answered], wanted.data),
         }
 
 
