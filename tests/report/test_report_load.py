@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qevict.report.load import Point, join
+from qevict.report.load import Point, is_qevict, join
 from report.made import Folder, record, samples
 
 
@@ -83,3 +83,8 @@ def test_what_is_no_run_is_said(folder: Folder, tmp_path: Path) -> None:
         join([folder("empty", [])])
     with pytest.raises(ValueError, match="a record without document, method, sample, task"):
         join([folder("other", [{"budget": 1, "status": "ok"}])])
+
+
+def test_qevict_by_any_of_its_names() -> None:
+    assert all(map(is_qevict, ["qevict", "qevict-paper", "qevict[bits=2]", "qevict-paper[recent_tokens=64]"]))
+    assert not any(map(is_qevict, ["snapkv", "qevictor", "qprune:snapkv+kivi-4"]))

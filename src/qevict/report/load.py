@@ -166,8 +166,9 @@ def percent(fraction: float) -> str:
 
 
 def is_qevict(method: str) -> bool:
-    """Whether it is QEvict with some settings."""
-    return method == "qevict" or method.startswith("qevict-")
+    """Whether it is QEvict, with whatever settings: `qevict`, `qevict-paper`, `qevict[bits=2]`."""
+    name = method.partition("[")[0]
+    return name == "qevict" or name.startswith("qevict-")
 
 
 def join(folders: Sequence[Path]) -> Joined:

@@ -11,7 +11,6 @@ from rich.console import Console
 from qevict.bench.progress import Board
 from qevict.bench.protocol import Protocol, Setting
 from qevict.bench.runner import LocalEngine, ModelSpec, Run, run
-from qevict.methods.base import Described
 from qevict.methods.registry import get_method
 from qevict.models import load_config
 from qevict.report.presets import Preset
@@ -40,14 +39,13 @@ def plan(
     Raises:
         ValueError: if there is no such method.
     """
-    names = dict.fromkeys([*preset.methods, *add])
     if length is None and preset.room is not None:
         positions = load_config(model.name).get_text_config().max_position_embeddings
         most = positions - preset.room
         length = most if preset.length is None else min(preset.length, most)
     return Run(
         tasks=preset.tasks,
-        methods=tuple(_method(preset, name) for name in names),
+        methods=tuple(get_method(name) for name in dict.fromkeys([*preset.methods, *add])),
         budgets=preset.budgets,
         model=model,
         samples=samples,
@@ -71,7 +69,3 @@ def carry_out(made: Run, out: Path, progress: Console) -> Path:
     with board:
         run(made, out / RUNS, LocalEngine(model, tokenizer), tokenizer, board.saw)
     return out / RUNS
-
-
-def _method(preset: Preset, name: str) -> Described:
-    return get_method(name, **preset.settings.get(name, {}))

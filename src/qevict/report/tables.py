@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -144,7 +145,8 @@ def difference_table(section: Section, selection: Selection, metric: Metric, aga
         "number of comparisons. An interval without width says that all documents agree, not that more of them would."
     ]
     title = f"{metric.title}: paired differences to {against} — {section.title}"
-    slug = f"{section.slug}-{metric.key.replace('_', '-')}-minus-{against}"
+    name = re.sub(r"[^\w.+-]+", "-", against)
+    slug = f"{section.slug}-{metric.key.replace('_', '-')}-minus-{name}"
     average_column = len(selection.averaged) if selection.averaged else None
     return Table(metric, slug, title, columns, blocks, notes, average_column, against)
 
