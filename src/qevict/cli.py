@@ -289,21 +289,11 @@ def _config(budget: str, paper: PaperTask | None, store_dtype: StoreDtype, **cha
 
 def _method(name: str, settings: list[str] | None, paper: PaperTask | None, given: dict[str, Any]) -> Any:
     """A method with the settings of --set, and the options that are qevict's alone."""
-    import ast
-
     from qevict.config import QEvictConfig
     from qevict.methods.qevict import QEvict
-    from qevict.methods.registry import get_method
+    from qevict.methods.registry import get_method, parse_settings
 
-    changes = dict(given)
-    for setting in settings or []:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--set is {setting!r}; write NAME=VALUE")
-        try:
-            changes[key.strip()] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            changes[key.strip()] = text
+    changes = given | parse_settings(settings or [])
     chosen = get_method(name)
     if paper is not None:
         if not isinstance(chosen, QEvict):

@@ -206,7 +206,7 @@ def check_unannounced_tokens(method: Described, model: PreTrainedModel, limit: B
 
 
 def check_leaves_nothing_behind(method: Described, model: PreTrainedModel, limit: Budget) -> None:
-    """Two runs in turn give the same, and the model, which has to be a fresh one, stays as it was for everybody else."""
+    """Two runs in turn give the same, and the model, a fresh one, stays as it was for everybody else."""
     ids, new = _ids(_PROMPT), _ids(4, seed=9)
     before = _logits(model, DynamicCache(config=model.config), ids, new)
     attributes = _attributes(model)

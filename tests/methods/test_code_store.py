@@ -188,7 +188,7 @@ def test_turboquant_keeps_no_token_exactly_but_the_newest(dim: int, dtype: torch
 
 def test_turboquant_names_and_settings() -> None:
     assert [method.label for method in TurboQuant().variants()] == ["turboquant-4", "turboquant-3", "turboquant-2"]
-    assert TurboQuant(3, value_bits=4, residual=8).label == "turboquant-k3v4-r8"
+    assert TurboQuant(3, value_bits=4, residual=8).label == "turboquant-3[value_bits=4;residual=8]"
     with pytest.raises(ValueError, match="from 1 to 8"):
         TurboQuant(bits=0)
     with pytest.raises(ValueError, match="residual is -1"):

@@ -112,7 +112,7 @@ def test_a_huge_key_bias_as_in_qwen2(dtype: torch.dtype) -> None:
 
 def test_names_and_settings() -> None:
     assert [method.label for method in KIVI().variants()][::3] == ["kivi-4", "kivi-2"]
-    assert KIVI(4, residual=32).label == "kivi-4-r32"
+    assert KIVI(4, residual=32).label == "kivi-4[residual=32]"
     for wrong in ({"bits": 5}, {"residual": 100}, {"group": 0}, {"residual": 0}):
         with pytest.raises(ValueError, match=r"bits|multiple of group"):
             KIVI(**wrong)

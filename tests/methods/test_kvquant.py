@@ -230,7 +230,7 @@ def test_a_calibration_is_saved_loaded_and_used(tmp_path: Path) -> None:
     for index, layer in measured.layers.items():
         assert all(torch.equal(x, y) for x, y in zip(layer, loaded.layers[index], strict=True))
     method = KVQuant(8, calibration=loaded)
-    assert method.label == "kvquant-8b(s1%)@noise"
+    assert method.label == "kvquant-8@noise"
     assert list(method.variants()) == [method]
     logits = []
     for each in (method, KVQuant(8)):
@@ -269,7 +269,7 @@ def test_a_calibration_for_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_names_and_settings() -> None:
-    assert [method.label for method in KVQuant().variants()] == [f"kvquant-{bits}b(s1%)@prompt" for bits in (4, 3, 2)]
+    assert [method.label for method in KVQuant().variants()] == [f"kvquant-{bits}" for bits in (4, 3, 2)]
     for wrong, said in (({"bits": 9}, "bits is 9"), ({"outliers": 0.6}, "outliers is 0.6"), ({"sinks": -1}, "sinks")):
         with pytest.raises(ValueError, match=said):
             KVQuant(**wrong)

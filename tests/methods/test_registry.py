@@ -35,6 +35,23 @@ def test_names_are_labels_so_that_results_can_be_reproduced() -> None:
         assert get_method(name).label == name
 
 
+def test_a_label_with_settings_is_read_back() -> None:
+    for method in (
+        get_method("snapkv", window=64, pooling="avg"),
+        get_method("qevict", bits=2, window_size=8, score_steps="event"),
+        get_method("qevict-paper", quantized_fraction=0.5),
+        get_method("hf-quantized-2", residual=64),
+        get_method("kivi-4", residual=64),
+    ):
+        assert "[" in method.label
+        assert get_method(method.label) == method
+    assert get_method("snapkv[window=64;pooling=avg]").label == "snapkv[window=64;pooling=avg]"
+    with pytest.raises(ValueError, match="a setting is written NAME=VALUE; got 'window'"):
+        get_method("snapkv[window]")
+    with pytest.raises(ValueError, match="settings are written NAME"):
+        get_method("snapkv[window=64")
+
+
 def test_settings_are_changed_by_name_and_checked() -> None:
     assert get_method("snapkv", window=16).settings()["window"] == 16
     assert get_method("qevict", bits=2).settings()["bits"] == 2

@@ -120,8 +120,8 @@ def test_extremes_stay_finite(constant: float, dtype: torch.dtype, dim: int) -> 
 
 
 def test_names_and_settings() -> None:
-    assert ZipCache().label == "zipcache-4b(70%)"
-    assert ZipCache(other_bits=3, share=0.6).label == "zipcache-4/3b(60%)"
+    assert ZipCache().label == "zipcache"
+    assert ZipCache(other_bits=3, share=0.6).label == "zipcache[other_bits=3;share=0.6]"
     assert [method.share for method in ZipCache().variants()][:2] == [1.0, 0.9]
     for wrong, said in (
         ({"bits": 5}, "bits"),

@@ -175,6 +175,7 @@ class Described:
         source: where the default settings are stated.
         kind: "eviction" and "hybrid" methods take a budget; "quantization" ones have an operating point of their own.
         properties: the columns of table 1.
+        in_name: settings that `base_label` tells already.
     """
 
     name: ClassVar[str]
@@ -182,11 +183,23 @@ class Described:
     source: ClassVar[str] = ""
     kind: ClassVar[Kind]
     properties: ClassVar[Properties]
+    in_name: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def base_label(self) -> str:
+        """The name under which its defaults are known; of a method with several, one of them."""
+        return self.name
 
     @property
     def label(self) -> str:
-        """The method's name with what tells its presets apart."""
-        return self.name
+        """What results call it, and `get_method` understands: `snapkv`, `snapkv[window=64;kernel=5]`."""
+        changed = [f"{name}={value}" for name, value in self.changes().items()]
+        return self.base_label + (f"[{';'.join(changed)}]" if changed else "")
+
+    def changes(self) -> dict[str, Any]:
+        """Settings that are not the defaults of `base_label`, in the order of their declaration."""
+        fields = (f for f in dataclasses.fields(self) if f.name not in self.in_name)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
     @property
     def takes_budget(self) -> bool:

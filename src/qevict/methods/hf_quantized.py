@@ -38,9 +38,10 @@ class HFQuantized(OwnCache):
     source: ClassVar[str] = "transformers, cache_utils.QuantizedCache"
     kind: ClassVar[Kind] = "quantization"
     properties: ClassVar[Properties] = Properties(low_bit_retention=True)
+    in_name: ClassVar[tuple[str, ...]] = ("bits",)
 
     @property
-    def label(self) -> str:
+    def base_label(self) -> str:
         """`hf-quantized-4`."""
         return f"{self.name}-{self.bits}"
 

@@ -48,6 +48,7 @@ class KIVI(Method):
     source: ClassVar[str] = "jy-yuan/KIVI, docs/long_bench.md and models/llama_kivi.py"
     kind: ClassVar[Kind] = "quantization"
     properties: ClassVar[Properties] = Properties(low_bit_retention=True)
+    in_name: ClassVar[tuple[str, ...]] = ("bits",)
 
     def __post_init__(self) -> None:
         KeyHalf(self.bits)  # which checks the width
@@ -57,9 +58,9 @@ class KIVI(Method):
             )
 
     @property
-    def label(self) -> str:
-        """`kivi-2`, with the residual where it is not the paper's."""
-        return f"{self.name}-{self.bits}" + ("" if self.residual == 128 else f"-r{self.residual}")
+    def base_label(self) -> str:
+        """`kivi-2`."""
+        return f"{self.name}-{self.bits}"
 
     def compress(self, prefills: Sequence[LayerPrefill], allowance: Allowance) -> list[RowStore]:
         """All tokens, in codes but for the latest."""

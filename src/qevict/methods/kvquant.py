@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, UInt8
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qevict.budget import MemoryReport
 from qevict.codecs.packing import pack, packed_size, unpack
-from qevict.methods.base import Allowance, Kind, LayerPrefill, Method, Properties
+from qevict.methods.base import Allowance, Described, Kind, LayerPrefill, Method, Properties
 from qevict.methods.code_store import Growing
 from qevict.methods.kvquant_calibration import (
     LIMIT,
@@ -53,7 +53,8 @@ class KVQuant(Method):
         outliers: share of elements that are outliers.
         sinks: first tokens that stay exact.
         norm: Q-norm, whether levels are decoded with the mean and deviation of what they stand for; None at 2 bits.
-        calibration: measured beforehand on some text; None for the prompt itself.
+        calibration: measured beforehand on some text; None for the prompt itself. `with_settings` takes the
+            file it was saved to as well.
 
     Raises:
         ValueError: if a setting is not allowed, or the calibration is for others. At the first forward, if it is for
@@ -71,6 +72,7 @@ class KVQuant(Method):
     source: ClassVar[str] = "SqueezeAILab/KVQuant, quant/README.md and quant/kvquant/simquant_module_quantizer.py"
     kind: ClassVar[Kind] = "quantization"
     properties: ClassVar[Properties] = Properties(low_bit_retention=True)
+    in_name: ClassVar[tuple[str, ...]] = ("bits", "calibration")
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
@@ -86,11 +88,16 @@ class KVQuant(Method):
                 f"{self.bits} bits and outliers={self.outliers}"
             )
 
+    def with_settings(self, **changes: Any) -> Described:
+        """A copy with some settings changed; a calibration may be given as the path of its file."""
+        if isinstance(changes.get("calibration"), str):
+            changes["calibration"] = KVQuantCalibration.load(changes["calibration"])
+        return super().with_settings(**changes)
+
     @property
-    def label(self) -> str:
-        """`kvquant-2b(s1%)@` and what it is calibrated on."""
-        on = "prompt" if self.calibration is None else self.calibration.name
-        return f"{self.name}-{self.bits}b(s{100 * self.outliers:.3g}%)@{on}"
+    def base_label(self) -> str:
+        """`kvquant-2`; `kvquant-2@` and its name with a calibration."""
+        return f"{self.name}-{self.bits}" + ("" if self.calibration is None else f"@{self.calibration.name}")
 
     def compress(self, prefills: Sequence[LayerPrefill], allowance: Allowance) -> list[RowStore]:
         """All tokens, in codes but for the sinks."""

@@ -22,7 +22,8 @@ class QEvict(OwnCache):
 
     Attributes:
         config: the settings; budget and storage dtype are given where a cache is made.
-        preset: what they are called where they are not the default.
+        preset: what to call a configuration that is not told as changes to the default. "paper" is told as changes to
+            `at_matched_bytes`; any other name stands for the configuration as it is.
     """
 
     config: QEvictConfig = field(default_factory=QEvictConfig)
@@ -34,10 +35,22 @@ class QEvict(OwnCache):
     kind: ClassVar[Kind] = "hybrid"
     properties: ClassVar[Properties] = Properties(True, True, True, True)
 
+    @classmethod
+    def at_matched_bytes(cls) -> QEvict:
+        """The paper's settings with everything charged that they leave uncharged, so that no step passes the budget."""
+        return cls(QEvictConfig.paper(reserve_growth=True, dormant="slots"), preset="paper")
+
     @property
-    def label(self) -> str:
+    def base_label(self) -> str:
         """`qevict`, or `qevict-paper`."""
         return f"{self.name}-{self.preset}" if self.preset else self.name
+
+    def changes(self) -> dict[str, Any]:
+        """Fields of the configuration that are not those of `base_label`."""
+        if self.preset not in ("", "paper"):
+            return {}
+        usual = (QEvict.at_matched_bytes() if self.preset else QEvict()).settings()
+        return {name: value for name, value in self.settings().items() if value != usual[name]}
 
     @property
     def observed_queries(self) -> int | None:

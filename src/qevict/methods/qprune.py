@@ -41,6 +41,7 @@ class QPrune(Method):
     paper: ClassVar[str] = "eviction, then quantisation: the control for any method that mixes the two"
     kind: ClassVar[Kind] = "hybrid"
     properties: ClassVar[Properties] = Properties(selective_eviction=True, low_bit_retention=True)
+    in_name: ClassVar[tuple[str, ...]] = ("selector", "codec")
 
     def __post_init__(self) -> None:
         self._plan(0, exact_new=False)  # which checks the settings
@@ -51,7 +52,7 @@ class QPrune(Method):
         return get_format(self.codec) if isinstance(self.codec, str) else self.codec
 
     @property
-    def label(self) -> str:
+    def base_label(self) -> str:
         """`qprune:snapkv+kivi-4`."""
         return f"{self.name}:{self.selector.label}+{self.format.name}"
 

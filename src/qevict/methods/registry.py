@@ -5,7 +5,8 @@ Others add theirs as entry points of the group `qevict.methods`: a name, and a `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qevict.config import Budget, QEvictConfig
+from qevict.config import Budget
 from qevict.methods.adakv import AdaKV
 from qevict.methods.base import Described, MeasuredCache, Method, OwnCache, Selector
 from qevict.methods.cache import MethodCache
@@ -29,6 +30,7 @@ from qevict.methods.keynorm import KeyNorm
 from qevict.methods.kivi import KIVI
 from qevict.methods.kvpress import PREFIX as KVPRESS
 from qevict.methods.kvpress import KVPress
+from qevict.methods.kvquant import KVQuant
 from qevict.methods.qevict import QEvict
 from qevict.methods.qprune import QPrune
 from qevict.methods.qprune import parse as parse_qprune
@@ -36,6 +38,7 @@ from qevict.methods.snapkv import SnapKV
 from qevict.methods.streaming import StreamingLLM
 from qevict.methods.tova import TOVA
 from qevict.methods.turboquant import TurboQuant
+from qevict.methods.zipcache import ZipCache
 
 ENTRY_POINTS = "qevict.methods"
 QPRUNE = "qprune:"
@@ -43,8 +46,7 @@ QPRUNE = "qprune:"
 _PRESETS: dict[str, Callable[[], Described]] = {
     "full": FullKV,
     "qevict": QEvict,
-    # The paper's settings at matched bytes: what it leaves uncharged is charged, so that no step passes the budget.
-    "qevict-paper": lambda: QEvict(QEvictConfig.paper(reserve_growth=True, dormant="slots"), preset="paper"),
+    "qevict-paper": QEvict.at_matched_bytes,
     "streamingllm": StreamingLLM,
     "h2o": H2O,
     "snapkv": SnapKV,
@@ -60,6 +62,10 @@ _PRESETS: dict[str, Callable[[], Described]] = {
     "observedattention": ObservedAttention,
     "kivi-2": KIVI,
     "kivi-4": lambda: KIVI(bits=4),
+    "kvquant-2": KVQuant,
+    "kvquant-3": lambda: KVQuant(3),
+    "kvquant-4": lambda: KVQuant(4),
+    "zipcache": ZipCache,
     "turboquant-2": lambda: TurboQuant(2),
     "turboquant-3": lambda: TurboQuant(3),
     "turboquant-4": lambda: TurboQuant(4),
@@ -82,14 +88,38 @@ def method_names() -> list[str]:
     return [*_PRESETS, *(name for name in _installed() if name not in _PRESETS)]
 
 
-def get_method(name: str, **settings: Any) -> Described:
-    """A method by name, some of its settings changed.
+def get_method(spec: str, **settings: Any) -> Described:
+    """A method by name, some of its settings changed: `get_method("snapkv", window=64)`, or as people type it,
+    `get_method("snapkv[window=64;kernel=5]")`, which is what its label says.
 
     Raises:
         ValueError: if there is no such method or setting, or what it needs is not installed.
     """
+    name, bracket, inside = spec.partition("[")
+    if bracket and not inside.endswith("]"):
+        raise ValueError(f"method is {spec!r}; settings are written NAME[setting=value;setting=value]")
+    changes = parse_settings(inside.removesuffix("]").split(";")) if bracket else {}
+    changes |= settings
     method = _named(name)
-    return method.with_settings(**settings) if settings else method
+    return method.with_settings(**changes) if changes else method
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Settings from `name=value`, values as Python writes them or plain words.
+
+    Raises:
+        ValueError: if one of them has no `=`.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"a setting is written NAME=VALUE; got {text!r}")
+        try:
+            settings[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            settings[name.strip()] = value.strip()
+    return settings
 
 
 def selectors() -> dict[str, Selector]:

@@ -42,15 +42,15 @@ class TurboQuant(Method):
     source: ClassVar[str] = "vllm-project/vllm pull request 38479"
     kind: ClassVar[Kind] = "quantization"
     properties: ClassVar[Properties] = Properties(low_bit_retention=True)
+    in_name: ClassVar[tuple[str, ...]] = ("bits",)
 
     def __post_init__(self) -> None:
         self._plan(0)  # which checks the settings
 
     @property
-    def label(self) -> str:
-        """`turboquant-4`; `turboquant-k4v3` where keys and values differ."""
-        bits = f"{self.bits}" if self.value_bits in (None, self.bits) else f"k{self.bits}v{self.value_bits}"
-        return f"{self.name}-{bits}" + (f"-r{self.residual}" if self.residual else "")
+    def base_label(self) -> str:
+        """`turboquant-4`."""
+        return f"{self.name}-{self.bits}"
 
     def compress(self, prefills: Sequence[LayerPrefill], allowance: Allowance) -> list[RowStore]:
         """All tokens in codes, but for the residual."""

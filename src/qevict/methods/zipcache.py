@@ -81,12 +81,6 @@ class ZipCache(Method):
             raise ValueError(f"visible is {self.visible!r}; it is 'probes' or 'queries'")
 
     @property
-    def label(self) -> str:
-        """`zipcache-4b(70%)`; `zipcache-4/3b(70%)` where the others do not have 2 bits."""
-        bits = f"{self.bits}b" if self.other_bits == 2 else f"{self.bits}/{self.other_bits}b"
-        return f"{self.name}-{bits}({round(100 * self.share)}%)"
-
-    @property
     def observed_queries(self) -> int | None:
         """All: probes are drawn from them."""
         return None
