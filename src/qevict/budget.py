@@ -6,7 +6,7 @@ it. Every lane of a row has the same plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from qevict.codecs import WindowShape
 from qevict.config import Budget, QEvictConfig
@@ -242,11 +242,22 @@ class MemoryReport:
         return 0 if self.budget is None else max(0, self.reserved - self.budget)
 
     def __add__(self, other: MemoryReport) -> MemoryReport:
-        def added(name: str) -> int | None:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            return None if mine is None and theirs is None else (mine or 0) + (theirs or 0)
-
-        return MemoryReport(**{f.name: added(f.name) for f in fields(self)})  # type: ignore[arg-type]
+        # Field by field: benchmarks add thousands of reports a second, and a loop over the fields takes twice as long.
+        budget = None if self.budget is None and other.budget is None else (self.budget or 0) + (other.budget or 0)
+        return MemoryReport(
+            sink=self.sink + other.sink,
+            recent=self.recent + other.recent,
+            full=self.full + other.full,
+            codes=self.codes + other.codes,
+            parameters=self.parameters + other.parameters,
+            position=self.position + other.position,
+            ledger=self.ledger + other.ledger,
+            reserved=self.reserved + other.reserved,
+            budget=budget,
+            full_kv=self.full_kv + other.full_kv,
+            unmanaged=self.unmanaged + other.unmanaged,
+            workspace=self.workspace + other.workspace,
+        )
 
 
 def _windows(tokens: int, window: int) -> int:

@@ -127,20 +127,28 @@ class _ForkedLayer(CacheLayerMixin):
         call: AttentionCall,
     ) -> Float[Tensor, "rows tokens query_heads dim"]:
         """Every row's own attention."""
-        positions = call.settings.get("position_ids")
         outputs = []
         for row, member in enumerate(self._members):
             one = slice(row, row + 1)
-            keys, values = handle.keys[one], handle.values[one]
-            own = copy.copy(call)
-            own.settings = {**call.settings, "position_ids": None if positions is None else positions[one]}
+            asking, keys, values = query[one], handle.keys[one], handle.values[one]
             layer = member.layers[self._index]
             if isinstance(layer, ManagedLayer):
-                outputs.append(layer.attend(module, query[one], KVHandle(layer, keys, values), None, own))
+                # Its first managed layer reads the positions for all of them.
+                own = _of_row(call, one) if self._index == layer.session.first_layer else call
+                outputs.append(layer.attend(module, asking, KVHandle(layer, keys, values), None, own))
             else:
                 keys, values = member.update(keys, values, self._index)
-                outputs.append(own.exact(query[one], keys, values, _mask(module, query, keys, own))[0])
+                own = _of_row(call, one)
+                outputs.append(own.exact(asking, keys, values, _mask(module, asking, keys, own))[0])
         return torch.cat(outputs)
+
+
+def _of_row(call: AttentionCall, row: slice) -> AttentionCall:
+    """The call with the positions of one row."""
+    own = copy.copy(call)
+    positions = call.settings.get("position_ids")
+    own.settings = {**call.settings, "position_ids": None if positions is None else positions[row]}
+    return own
 
 
 def _mask(module: nn.Module, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor | None:
