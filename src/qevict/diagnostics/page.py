@@ -81,7 +81,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[st
 def _policy(trace: Trace, policy: PolicyTrace) -> dict[str, Any]:
     header = policy.header
     window = header.window if header.window > 1 else CELL
-    events = events_apart(policy.lengths, CELL)
+    events = events_apart(policy.lengths, CELL if header.window == 1 else 1)
     lengths = policy.lengths[events]
     states = torch.stack([cells(policy.tiers[place][events], header.sinks, window) for place in range(policy.layers)])
     windows = states.shape[-1]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -153,13 +154,13 @@ def tier_map(trace: Trace, policy: PolicyTrace, place: int) -> Picture:
 
         tiers, attention = figure.subplots(1, 2, sharey=True)
         colours = [TIER_COLOURS[tier] for tier in (EVICTED, QUANTIZED, FULL, LOCAL)]
-        cells = torch.where(states == ABSENT, torch.nan, states.float()).T
+        cells = torch.where(states == ABSENT, torch.nan, states.float()).T.numpy()
         tiers.imshow(cells, aspect="auto", cmap=ListedColormap(colours), vmin=0, vmax=3, interpolation="nearest")
         event, window = ((states[:-1] == QUANTIZED) & (states[1:] == FULL)).nonzero(as_tuple=True)
-        tiers.scatter(event + 1, window, s=4, color="black", linewidths=0)
+        tiers.scatter((event + 1).numpy(), window.numpy(), s=4, color="black", linewidths=0)
         tiers.set(xlabel="routing event", ylabel=f"window of {policy.header.window} tokens")
         tiers.legend(handles=[*_tier_patches(), *_promotion_mark()], fontsize=6, loc="lower left", framealpha=0.9)
-        shown = mass.clamp(min=1e-4).masked_fill(states == ABSENT, torch.nan).T
+        shown = mass.clamp(min=1e-4).masked_fill(states == ABSENT, torch.nan).T.numpy()
         image = attention.imshow(
             shown,
             aspect="auto",
@@ -187,8 +188,8 @@ def between_events(trace: Trace, policy: PolicyTrace, place: int) -> Float[Tenso
 def _curve(axes: Axes, one: list[Summary], key: str, label: str, colour: str, dashes: str) -> None:
     steps = one[0]["curve"]["step"]
     values = [estimate([article["curve"][key][event] for article in one]) for event in range(len(steps))]
-    means = torch.tensor([value.mean for value in values])
-    halves = torch.tensor([value.half for value in values]).nan_to_num()
+    means = np.array([value.mean for value in values])
+    halves = np.nan_to_num([value.half for value in values])
     axes.plot(steps, means, label=label, color=colour, ls=dashes, lw=1.4)
     axes.fill_between(steps, means - halves, means + halves, color=colour, alpha=0.12, lw=0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,8 +32,13 @@ def trace_header(
     name: str = "",
     forced: bool = False,
     chunk: int = 64,
+    prompt_queries: Iterable[int] = (32,),
 ) -> TraceHeader:
     """The header of a trace to come, from which its size is known; tokens that are still to be generated are 0.
+
+    Args:
+        prompt_queries: numbers of last prompt queries whose mass is wanted, beside that of all: what the conditions to
+            come begin their scores with.
 
     Raises:
         ValueError: if the model has no layer that qevict manages, or there is nothing to trace.
@@ -50,6 +55,7 @@ def trace_header(
         layers=layers,
         query_heads=architecture.query_heads,
         kv_heads=architecture.kv_heads,
+        prompt_queries=tuple(sorted(set(prompt_queries))),
         chunk=chunk,
         forced=forced,
     )

@@ -142,7 +142,8 @@ class Study:
         if not missing:
             return {}
         dtype = getattr(torch, settings.store_dtype)
-        trace = self._reference(model, index, article, dtype, report)
+        queries = [condition.method.observed_queries for condition in conditions]
+        trace = self._reference(model, index, article, dtype, report, {32, *(n for n in queries if n)})
         policies, infeasible = record_policies(
             model,
             trace,
@@ -158,7 +159,13 @@ class Study:
         return infeasible
 
     def _reference(
-        self, model: PreTrainedModel, index: int, article: Article, dtype: torch.dtype, report: Report
+        self,
+        model: PreTrainedModel,
+        index: int,
+        article: Article,
+        dtype: torch.dtype,
+        report: Report,
+        prompt_queries: set[int],
     ) -> Trace:
         settings, folder = self.settings, self.article(index) / "trace"
         prompt = article.tokens[: settings.prefill]
@@ -166,7 +173,13 @@ class Study:
             trace = Trace.open(folder)
         except ValueError:
             header = trace_header(
-                model, prompt, settings.new, title=article.title, name=settings.model, forced=settings.forced
+                model,
+                prompt,
+                settings.new,
+                title=article.title,
+                name=settings.model,
+                forced=settings.forced,
+                prompt_queries=prompt_queries,
             )
             continuation = article.tokens[settings.prefill : settings.prefill + settings.new]
             return record_reference(

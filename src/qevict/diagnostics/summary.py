@@ -49,11 +49,16 @@ Summary = dict[str, Any]
 
 
 def summarise(trace: Trace, policies: dict[str, PolicyTrace]) -> dict[str, Summary]:
-    """Every metric of every condition; each layer of the trace is read once."""
+    """Every metric of every condition; each layer of the trace is read once.
+
+    Raises:
+        ValueError: if a condition's scores begin with prompt queries whose mass the trace did not keep.
+    """
     parts: dict[str, list[_Layer]] = {name: [] for name in policies}
     for place, layer in enumerate(trace.header.layers):
         mass = trace.mass(layer)
-        prompts = {queries: trace.prompt(layer, queries) for queries in (None, *trace.header.prompt_queries)}
+        counted = {None, *(policy.header.prompt_queries for policy in policies.values())}
+        prompts = {queries: trace.prompt(layer, queries) for queries in counted}
         for name, policy in policies.items():
             parts[name].append(_Layer(policy, place, mass, prompts, trace.header.prefill))
     return {name: _joined(policy, parts[name], trace.header.prefill) for name, policy in policies.items()}
@@ -72,8 +77,7 @@ class _Layer:
     ) -> None:
         self.policy, self.place, self.mass, self.prefill = policy, place, mass, prefill
         self.prompt = prompts[None]
-        queries = policy.header.prompt_queries
-        self.ranking_prompt = prompts[queries if queries in prompts else None]
+        self.ranking_prompt = prompts[policy.header.prompt_queries]
         lengths, tiers = policy.lengths, policy.tiers[place]
         self.coded = bool((tiers == QUANTIZED).any())
         self.fmm = future_missed_mass(mass, policy.accessible(place), lengths, prefill)

@@ -69,9 +69,9 @@ def table14(summaries: Summaries) -> Table:
         cell = partial(_value, summaries, name)
         paper = f"{PAPER_CHURN[name]}" if name in PAPER_CHURN else ""
         churn = (cell("churn", 4), paper, cell("churn_per_token", 5), cell("churn_32", 4))
-        rows.append((name, cell("ratio", 1, 100), cell("fmm", 2, 100), *churn, cell("kl", 3)))
+        rows.append((name, cell("ratio", 1, 100.0), cell("fmm", 2, 100.0), *churn, cell("kl", 3)))
         if not math.isnan(over(summaries, name, lambda one: one["fmm_full_only"]).mean):
-            rows.append((f"{name}, full precision only", "", cell("fmm_full_only", 2, 100), "", "", "", "", ""))
+            rows.append((f"{name}, full precision only", "", cell("fmm_full_only", 2, 100.0), "", "", "", "", ""))
     columns = ("condition", "bytes, % of full KV", "FMM, %", "churn an event", "paper", "churn a token")
     return Table(
         "Table 14: Future Missed Mass (H = 32) and churn of the historical set",
@@ -140,7 +140,7 @@ def transitions_table(summaries: Summaries, name: str = "R3") -> Table:
         for lag in LAGS:
             if str(lag) not in summaries[0][name]["transitions"].get(kind, {}):
                 continue
-            cells = [transition(summaries, name, kind, lag, a).text(2, 100) for a in (0, 1)]
+            cells = [transition(summaries, name, kind, lag, a).text(2, 100.0) for a in (0, 1)]
             paper = PAPER_TRANSITIONS.get(lag) if (name, kind) == ("R3", "policy") else None
             rows.append((f"{kind}, Δ = {lag}", *cells, *(f"{100 * p:.2f}" if paper else "" for p in paper or (0, 0))))
     return Table(f"Eq. 19: lagged transitions of {name}, %", ("", "P01", "P10", "paper P01", "paper P10"), rows)
@@ -180,14 +180,14 @@ def transition(summaries: Summaries, name: str, kind: str, lag: int, a: int) -> 
 
 
 _PROMOTION: tuple[tuple[str, str, float, int, Callable[[Summary], float]], ...] = (
-    ("FMM, %", "fmm", 100, 2, lambda one: one["fmm"]),
-    ("QSA, with the prompt's mass", "qsa", 1, 4, lambda one: one["agreement"]["with prompt"]["cosine"]),
-    ("QSA, event increments", "qsa increments", 1, 4, lambda one: one["agreement"]["increments"]["cosine"]),
-    ("R_Q, with the prompt's mass, %", "ratio", 100, 2, lambda one: one["agreement"]["with prompt"]["ratio"]),
-    ("R_Q, event increments, %", "ratio increments", 100, 2, lambda one: one["agreement"]["increments"]["ratio"]),
-    ("Global LIR, m = 3, %", "lir", 100, 2, lambda one: one["lir"]["policy"][str(EPISODE)]["rate"]),
-    ("Q to F transitions, all layers", "to_full", 1, 0, lambda one: one["to_full"]),
-    ("KL(full‖cache), nats", "kl", 1, 3, lambda one: one["kl"]),
+    ("FMM, %", "fmm", 100.0, 2, lambda one: one["fmm"]),
+    ("QSA, with the prompt's mass", "qsa", 1.0, 4, lambda one: one["agreement"]["with prompt"]["cosine"]),
+    ("QSA, event increments", "qsa increments", 1.0, 4, lambda one: one["agreement"]["increments"]["cosine"]),
+    ("R_Q, with the prompt's mass, %", "ratio", 100.0, 2, lambda one: one["agreement"]["with prompt"]["ratio"]),
+    ("R_Q, event increments, %", "ratio increments", 100.0, 2, lambda one: one["agreement"]["increments"]["ratio"]),
+    ("Global LIR, m = 3, %", "lir", 100.0, 2, lambda one: one["lir"]["policy"][str(EPISODE)]["rate"]),
+    ("Q to F transitions, all layers", "to_full", 1.0, 0, lambda one: float(one["to_full"])),
+    ("KL(full‖cache), nats", "kl", 1.0, 3, lambda one: one["kl"]),
 )
 
 
@@ -196,7 +196,7 @@ def _value(summaries: Summaries, name: str, key: str, digits: int, scale: float 
 
 
 def _share(summaries: Summaries, name: str, kind: str, tier: str) -> str:
-    return over(summaries, name, lambda one: one["shares"][kind][tier]).text(1, 100)
+    return over(summaries, name, lambda one: one["shares"][kind][tier]).text(1, 100.0)
 
 
 def _agreement(summaries: Summaries, name: str, kind: str, key: str) -> str:
@@ -204,7 +204,7 @@ def _agreement(summaries: Summaries, name: str, kind: str, key: str) -> str:
 
 
 def _lir(summaries: Summaries, name: str, kind: str, m: int, key: str) -> str:
-    return over(summaries, name, lambda one: one["lir"][kind][str(m)][key]).text(2, 100)
+    return over(summaries, name, lambda one: one["lir"][kind][str(m)][key]).text(2, 100.0)
 
 
 def _median(summaries: Summaries, name: str, kind: str, start: str) -> str:

@@ -185,7 +185,8 @@ class Trace:
             queries = None
         if queries is not None and queries not in header.prompt_queries:
             raise ValueError(
-                f"this trace kept the mass of the last {header.prompt_queries} prompt queries, not {queries}"
+                f"this trace kept the mass of the last {header.prompt_queries} prompt queries, not of {queries}; trace "
+                "the text anew for a condition whose scores begin with those"
             )
         total = torch.zeros(header.query_heads, len(header.tokens))
         with safe_open(self.folder / _PROMPT, "pt") as file:
