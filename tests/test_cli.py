@@ -58,6 +58,13 @@ def test_plan_from_a_config_alone(tmp_path: Path) -> None:
         (["generate", "hello", "--file", "x.txt"], "not both"),
         (["generate", "--file", "/no/such/file"], "cannot read /no/such/file"),
         (["generate", "hello", "--model", "/"], "no model"),
+        (["generate", "hello", "--method", "snapkw"], "there is no method 'snapkw'"),
+        (["generate", "hello", "--method", "snapkv", "--set", "window"], "written NAME=VALUE"),
+        (["generate", "hello", "--method", "snapkv", "--set", "colour=1"], "has no setting 'colour'"),
+        (["generate", "hello", "--method", "snapkv", "--bits", "2"], "has no setting 'bits'"),
+        (["generate", "hello", "--method", "snapkv", "--paper", "ruler"], "has settings for qevict"),
+        (["methods", "--method", "snapkw"], "there is no method 'snapkw'"),
+        (["methods", "--match", "10tokens"], "give a share of full KV's bytes"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(words: list[str], says: str) -> None:
@@ -80,6 +87,34 @@ def test_generate_answers_a_question_about_standard_input(smollm2: tuple[Any, An
     full = invoke("generate", "--question", question, "--method", "full", "-n", "14", stdin=text)
     assert "Halvard" in full.stdout
     assert "= 100.0%" in " ".join(full.output.split())
+    other = invoke(
+        "generate", "--question", question, "--method", "snapkv", "--set", "window=16", "-b", "60%", stdin=text
+    )
+    assert other.exit_code == 0, other.output
+    assert "kept" in " ".join(other.output.split())
+    refused = invoke("generate", "--question", question, "--method", "kivi-2", "--budget", "60%", stdin=text)
+    assert refused.exit_code == 2
+    assert "takes no budget" in " ".join(refused.output.split())
+
+
+def test_methods_are_listed_with_the_columns_of_table_1() -> None:
+    result = invoke("methods")
+    assert result.exit_code == 0, result.output
+    for name, marks in (("snapkv", "✓✗✗✗"), ("kivi-2", "✗✓✗✗"), ("qevict", "✓✓✓✓"), ("full", "✗✗✗✗")):
+        assert "".join(row(result.output, name)[2:6]) == marks
+
+
+def test_what_meets_a_ratio_is_measured(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    names = ["qevict", "snapkv", "kivi-4", "kvquant-4", "full"]
+    options = [word for name in names for word in ("--method", name)]
+    result = invoke("methods", "--match", "30%", "--model", tmp_path, *options, "-c", "500", "-n", "16")
+    assert result.exit_code == 0, result.output
+    for name in ("qevict", "snapkv"):
+        assert 0.27 < float(row(result.output, name)[1].rstrip("%")) / 100 <= 0.3
+    assert "kivi-2" in row(result.output, "kivi-4")[2]  # four bits are too many
+    assert float(row(result.output, "kivi-4")[1].rstrip("%")) <= 30
+    assert row(result.output, "full")[2] == "is not compressed"
 
 
 def test_the_demo_hides_a_needle_in_a_real_document_and_asks_for_it(smollm2: tuple[Any, Any]) -> None:
