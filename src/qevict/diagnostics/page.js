@@ -10,11 +10,11 @@ let policy, layer = 0, lane = 0, event = 0, chosen = -1, pinned = false, timer =
 async function unpacked(packed) {
   const bytes = Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
+  return new Response(stream).arrayBuffer();
 }
 
-// A byte is a logarithm between the two ends of a scale; 0 is nothing.
-const value = (byte, [low, high]) => (byte ? low * (high / low) ** ((byte - 1) / 254) : 0);
+// A step is a logarithm between the two ends of a scale; 0 is nothing.
+const value = (step, [low, high]) => (step ? low * (high / low) ** ((step - 1) / 65534) : 0);
 const state = (e, w) => policy.states[((layer * policy.lanes + lane) * policy.events.length + e) * policy.windows + w];
 const stateName = (s) => (s >= MIXED ? "mixed" : STATES[s]);
 const cell = (array, e, w) => array[(layer * policy.events.length + e) * policy.windows + w];
@@ -31,8 +31,8 @@ function fillSelect(select, names) {
 
 async function choosePolicy(index) {
   const next = data.policies[index];
-  for (const key of ["states", "attention", "reference", "scores"]) {
-    if (typeof next[key] === "string") next[key] = await unpacked(next[key]);
+  for (const [key, Numbers] of [["states", Uint8Array], ["attention", Uint8Array], ["reference", Uint16Array], ["scores", Uint16Array]]) {
+    if (typeof next[key] === "string") next[key] = new Numbers(await unpacked(next[key]));
   }
   policy = next;
   lane = Math.min(lane, policy.lanes - 1);

@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -30,7 +31,7 @@ CELL = 8
 """Tokens of a cell, and at least between two columns, for policies that keep tokens one by one."""
 MIXED = 10
 """A cell of which k eighths are kept has the state MIXED + k."""
-_LOW, _HIGH = 1e-4, 1e3  # attention mass that a byte's logarithm can tell apart
+_LOW, _HIGH = 1e-4, 1e3  # attention mass that the scale of scores reaches over
 
 
 def page(trace: Trace, policies: Sequence[PolicyTrace], tokenizer: PreTrainedTokenizerBase, first: str = "R3") -> str:
@@ -111,8 +112,8 @@ def _policy(trace: Trace, policy: PolicyTrace) -> dict[str, Any]:
         "scale": [_LOW, _HIGH],
         "states": _packed(states.transpose(1, 2)),
         "attention": _packed(_shade(torch.stack(attention))),
-        "reference": _packed(log_bytes(torch.stack(reference))),
-        "scores": _packed(log_bytes(torch.stack(scores))) if scores else None,
+        "reference": _packed(log_steps(torch.stack(reference))),
+        "scores": _packed(log_steps(torch.stack(scores))) if scores else None,
     }
 
 
@@ -136,11 +137,10 @@ def cells(tiers: UInt8[Tensor, "events lanes tokens"], sinks: int, window: int) 
     return torch.where(present == 0, ABSENT, torch.where(mixed, MIXED + eighths, states)).to(torch.uint8)
 
 
-def log_bytes(mass: Float[Tensor, "*any"]) -> UInt8[Tensor, "*any"]:
-    """Attention mass as bytes on a logarithmic scale of 6.5 % steps; 0 is none worth telling."""
-    scale = torch.log(torch.tensor(_HIGH / _LOW))
-    place = 1 + 254 * torch.log(mass.clamp(_LOW, _HIGH) / _LOW) / scale
-    return torch.where(mass < _LOW, 0, place.round()).to(torch.uint8)
+def log_steps(mass: Float[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+    """Attention mass in 65534 logarithmic steps of 0.025 %; 0 is none worth telling."""
+    place = 1 + 65534 * torch.log(mass.clamp(_LOW, _HIGH) / _LOW) / math.log(_HIGH / _LOW)
+    return torch.where(mass < _LOW, 0, place.round()).int()
 
 
 def _shade(mass: Float[Tensor, "layers events windows"]) -> UInt8[Tensor, "layers events windows"]:
@@ -149,8 +149,10 @@ def _shade(mass: Float[Tensor, "layers events windows"]) -> UInt8[Tensor, "layer
     return (255 * (1 + torch.log10((mass / most).clamp(1e-3, 1)) / 3)).round().to(torch.uint8)
 
 
-def _packed(values: UInt8[Tensor, "*any"]) -> str:
-    return base64.b64encode(zlib.compress(values.contiguous().numpy().tobytes(), 9)).decode()
+def _packed(values: UInt8[Tensor, "*any"] | Int[Tensor, "*any"]) -> str:
+    """Deflated: a byte each, or two (the low one first) where they are steps of a scale."""
+    numbers = values.contiguous().numpy().astype("u1" if values.dtype == torch.uint8 else "<u2")
+    return base64.b64encode(zlib.compress(numbers.tobytes(), 9)).decode()
 
 
 def _file(name: str) -> str:

@@ -131,7 +131,7 @@ def transitions_picture(summaries: Summaries, names: Sequence[str], subtitle: st
                     lags = [int(lag) for lag in summaries[0][name]["transitions"][kind]]
                     values = [100 * transition(summaries, name, kind, lag, a).mean for lag in lags]
                     axes.plot(lags, values, label=f"{name} {kind}", color=colour, ls=dashes, marker="o", ms=3)
-            axes.set(xlabel="Δ, routing events", ylabel="%", ylim=(0, None), title=label)
+            axes.set(xlabel="Δ, routing events", ylabel="%", ylim=(0, None), title=label, xticks=(1, 4, 8, 12, 16))
         panels[0].legend(fontsize=7)
         figure.suptitle(f"Lagged transitions of the full-precision set · {subtitle}", fontsize=9)
 

@@ -48,8 +48,9 @@ def write_pictures(study: Study, layer: int | None = None) -> list[Path]:
         ValueError: if matplotlib is not installed.
     """
     settings, summaries = study.settings, study.summaries()
-    kind = "the text's own continuation" if settings.forced else "greedy continuation"
-    what = f"{settings.model}, {settings.prefill} + {settings.new} tokens, {len(summaries)} articles, {kind}"
+    kind = "own continuation" if settings.forced else "greedy continuation"
+    articles = f"{len(summaries)} article" + ("s" if len(summaries) > 1 else "")
+    what = f"{settings.model}, {settings.prefill} + {settings.new} tokens, {articles}, {kind}"
     drawn = pictures(summaries, what)
     trace = study.trace(0)
     place = len(trace.header.layers) // 2 if layer is None else layer
