@@ -11,9 +11,10 @@ import pytest
 from tiny_study import PREFILL, STEPS, Words, article, tight
 from typer.testing import CliRunner
 
+from qevict.bench.runner import ModelSpec
 from qevict.cli import app
 from qevict.diagnostics import commands
-from qevict.diagnostics.ablations import Ablation
+from qevict.diagnostics.ablations import Ablation, carry_out
 from qevict.diagnostics.articles import articles, from_files
 from qevict.diagnostics.conditions import one_way
 from qevict.diagnostics.intervals import estimate, paired
@@ -143,3 +144,18 @@ def test_ablations_vary_one_setting() -> None:
             Ablation(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="starts from"):
         Ablation("bits", base="snapkv").variants()
+
+
+def test_an_ablation_has_a_row_for_each_value_and_is_taken_up_again(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join(f"word{index * index % 997}" for index in range(4000))
+    (tmp_path / "wikitext2_test.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
+    (tmp_path / "haystack.txt").write_text(text[::-1], encoding="utf-8")
+    plan = Ablation("bits", budgets=(0.5,), measures=("fidelity",), texts=1, prompt=128, forced=8, data=tmp_path)
+    table = carry_out(plan, model, Words(), ModelSpec("tiny"), tmp_path / "out")
+    assert table.columns == ("bits", "KL, prose", "KL, copy")
+    assert [row[0] for row in table.rows] == ["bits=2, 50 %", "bits=4, 50 %"]
+    assert all(float(cell) > 0 for row in table.rows for cell in row[1:])
+    monkeypatch.setattr(type(model), "forward", lambda *args, **settings: pytest.fail("a forward was run"))
+    assert carry_out(plan, model, Words(), ModelSpec("tiny"), tmp_path / "out") == table

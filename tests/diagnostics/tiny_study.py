@@ -24,6 +24,8 @@ TIGHT = QEvictConfig(
 class Words(PreTrainedTokenizerBase):
     """One token for every word, by its spelling; words of the vocabulary look like `w17`."""
 
+    bos_token_id = None
+
     def __init__(self) -> None:
         """Nothing: not a tokenizer of files."""
 
