@@ -140,14 +140,15 @@ def _build(spec: str) -> Any:
     cls: Any = getattr(library, match[1], None) if match else None
     if match is None or library.BasePress not in getattr(cls, "__mro__", ()):
         raise ValueError(f"kvpress has no press {spec!r}; write SnapKVPress, or ChunkKVPress(SnapKVPress)")
+    try:
+        made = cls(_build(match[2])) if match[2] else cls()
+    except TypeError as error:
+        raise ValueError(f"{spec} needs another press in brackets, such as {match[1]}(SnapKVPress)") from error
+    except AssertionError as error:
+        raise ValueError(f"{spec}: {error}") from error
     base = library.BasePress
     own = [n for n in ("forward_hook", "__call__") if getattr(cls, n) is not getattr(base, n)]
     needs_model = match[2] is None and cls.post_init_from_model is not base.post_init_from_model
     if own or needs_model or cls.compress is base.compress:
         raise ValueError(f"{spec} does more than compress a layer's keys and values, so it cannot serve as a method")
-    try:
-        return cls(_build(match[2])) if match[2] else cls()
-    except TypeError as error:
-        raise ValueError(f"{spec} needs another press in brackets, such as {match[1]}(SnapKVPress)") from error
-    except AssertionError as error:
-        raise ValueError(f"{spec}: {error}") from error
+    return made
