@@ -126,7 +126,7 @@ def test_a_cache_that_was_not_asked_keeps_no_trail(model: Any) -> None:
 
 
 def test_any_method_is_a_condition_and_impossible_ones_say_why(model: Any, trace: Trace) -> None:
-    names = ("h2o", "hf-quantized-4", "full", "kivi-2")
+    names = ("h2o", "full", "kivi-2")
     conditions = [method_condition(name, Budget(fraction=0.5)) for name in names]
     policies, infeasible = record_policies(
         model, trace, [*conditions, method_condition("snapkv", Budget(fraction=0.5))]
@@ -135,10 +135,17 @@ def test_any_method_is_a_condition_and_impossible_ones_say_why(model: Any, trace
     assert "snapkv keeps" in infeasible["snapkv"]
     fmm = {name: summary["fmm"] for name, summary in summarise(trace, policies).items()}
     assert 0 < fmm["h2o"] < 1
-    assert fmm["hf-quantized-4"] == fmm["full"] == fmm["kivi-2"] == 0
+    assert fmm["full"] == fmm["kivi-2"] == 0
     shares = {name: summary["shares"]["with prompt"] for name, summary in summarise(trace, policies).items()}
     assert shares["full"]["full"] == 1.0
-    assert shares["hf-quantized-4"]["quantized"] == 1.0
+
+
+def test_transformers_own_quantized_cache_keeps_all_in_codes(model: Any, trace: Trace) -> None:
+    pytest.importorskip("optimum.quanto")
+    policies = recorded(model, trace, method_condition("hf-quantized-4", Budget(fraction=0.5)))
+    summary = summarise(trace, policies)["hf-quantized-4"]
+    assert summary["fmm"] == 0
+    assert summary["shares"]["with prompt"]["quantized"] == 1.0
 
 
 def test_a_policy_trace_survives_its_file(model: Any, trace: Trace, tmp_path: Path) -> None:
