@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from qevict.bench.study_commands import app as bench
+from qevict.console import console, fail, progress
 from qevict.diagnostics.commands import ablate, diagnose, reproduce_group
 from qevict.report.commands import report, reproduce
 
@@ -29,9 +29,6 @@ app.command()(report)
 app.add_typer(reproduce_group(reproduce))
 app.command()(diagnose)
 app.command()(ablate)
-console = Console()
-# Everything that is not the result goes here, so that an answer can be piped.
-progress = Console(stderr=True)
 
 
 class StoreDtype(str, Enum):
@@ -156,7 +153,7 @@ def methods(
     with _readable_errors():
         ratio = Budget.parse(match).fraction
         if ratio is None:
-            _fail(f"--match is {match!r}; give a share of full KV's bytes, 0.2 or 20%")
+            fail(f"--match is {match!r}; give a share of full KV's bytes, 0.2 or 20%")
         matcher = Matcher(load_config(model), context, new, getattr(torch, store_dtype.value))
         matches = {}
         with progress.status("measuring") as status:
@@ -193,7 +190,7 @@ def plan(
 
     sizes = (layers, kv_heads, head_dim)
     if (model is None) == (None in sizes):
-        _fail("give either --model, or all of --layers, --kv-heads and --head-dim")
+        fail("give either --model, or all of --layers, --kv-heads and --head-dim")
     config = _config(
         budget,
         paper,
@@ -217,7 +214,7 @@ def plan(
             assert head_dim is not None
             geometry = KVGeometry(layers, kv_heads, kv_heads, head_dim, element_bytes)
         if config.limit.unlimited:
-            _fail("a budget of 1.0 means no limit, so there is nothing to plan; give a smaller one")
+            fail("a budget of 1.0 means no limit, so there is nothing to plan; give a smaller one")
         made = plan_tiers(config, geometry, context)
         console.print(plan_table(geometry, made, planned_tiers(config, made, context), lanes=1))
 
@@ -262,14 +259,14 @@ def _first_line(text: str) -> str:
 
 def _context(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
-        _fail("give the context either as an argument or with --file, not both")
+        fail("give the context either as an argument or with --file, not both")
     if prompt is not None:
         return prompt
     if file is not None:
         try:
             return file.read_text(encoding="utf8")
         except (OSError, UnicodeDecodeError) as error:
-            _fail(f"cannot read {file}: {error}")
+            fail(f"cannot read {file}: {error}")
     return "" if sys.stdin.isatty() else sys.stdin.read()
 
 
@@ -317,9 +314,4 @@ class _readable_errors:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if isinstance(error, ValueError | TypeError | RuntimeError) and not isinstance(error, NotImplementedError):
-            _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    progress.print(f"[red]qevict:[/] {message}", highlight=False)
-    raise typer.Exit(2)
+            fail(str(error))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
+
+from qevict.console import console, fail, progress
 
 
 class _TasksOrCommand(TyperGroup):
@@ -26,8 +27,6 @@ app = typer.Typer(
     help="The paper's benchmarks. `qevict bench ruler --out DIR` is short for `qevict bench run ruler --out DIR`.",
     no_args_is_help=True,
 )
-console = Console()
-progress = Console(stderr=True)
 
 
 class StoreDtype(str, Enum):
@@ -196,9 +195,3 @@ def parse_budgets(text: str) -> list[float]:
     if any(budget.fraction is None for budget in parsed):
         raise ValueError(f"budgets are {text!r}; a benchmark takes shares of full KV, such as 0.2,0.1 or 20%,10%")
     return [budget.fraction for budget in parsed if budget.fraction is not None]
-
-
-def fail(message: str) -> NoReturn:
-    """One line, and exit code 2."""
-    progress.print(f"[red]qevict:[/] {message}", highlight=False)
-    raise typer.Exit(2)

@@ -123,7 +123,7 @@ def score_table(records: Iterable[Mapping[str, Any]]) -> Table:
         whole = len(held) == len(tasks) > 0
         overall = _percent(sum(held) / len(held)) if whole else reasons.get((method, budget), "")
         share = "" if budget is None else f"{100 * budget:.4g} %"
-        table.add_row(method, share, *("–" if mean is None else _percent(mean) for mean in means), overall)
+        table.add_row(Text(method), share, *("–" if mean is None else _percent(mean) for mean in means), overall)
     return table
 
 

@@ -13,12 +13,10 @@ from qevict.bench.commands import (
     Question,
     StoreDtype,
     app,
-    console,
-    fail,
     named_methods,
     parse_budgets,
-    progress,
 )
+from qevict.console import console, fail, progress
 
 __all__ = ["app"]
 

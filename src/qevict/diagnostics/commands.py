@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
+
+from qevict.console import console, fail, progress
 
 if TYPE_CHECKING:
     from qevict.diagnostics.study import StudySettings
 
-console = Console()
-progress = Console(stderr=True)
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="A local folder, a Hub id, or smollm2-135m.")]
 OutOption = Annotated[Path, typer.Option("--out", "-o", help="Folder of the results; a run that was stopped goes on.")]
@@ -242,7 +242,7 @@ def _study(
                 report=lambda what, done: status.update(f"{what}, step {done} of {settings.new}"),
             )
             for name, reason in infeasible.items():
-                progress.print(f"[yellow]{name} is infeasible:[/] {reason}", highlight=False)
+                progress.print(Text(f"{name} is infeasible: {reason}", style="yellow"))
             status.update("writing")
             made = tables(study)
             written = [write_tables(study, list(made.values())), write_page(study, tokenizer)]
@@ -271,16 +271,10 @@ def _print(table: Any) -> None:
     for index, column in enumerate(table.columns):
         shown.add_column(column, justify="left" if index == 0 else "right")
     for row in table.rows:
-        shown.add_row(*row)
+        shown.add_row(*map(Text, row))
     console.print(shown)
 
 
 def _stopped(out: Path) -> NoReturn:
     progress.print(f"[yellow]stopped;[/] the same command goes on with {out}", highlight=False)
     raise typer.Exit(130)
-
-
-def fail(message: str) -> NoReturn:
-    """One line, and exit code 2."""
-    progress.print(f"[red]qevict:[/] {message}", highlight=False)
-    raise typer.Exit(2)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-console = Console()
-progress = Console(stderr=True)
+from qevict.console import console, fail, progress
 
 
 class What(str, Enum):
@@ -118,9 +116,3 @@ def write_report(runs: list[Path], out: Path | None, against: str, *, plots: boo
             progress.print(f"wrote {', '.join(map(str, files))} and their parts", highlight=False)
     except (ValueError, OSError) as error:
         fail(str(error))
-
-
-def fail(message: str) -> NoReturn:
-    """One line, and exit code 2."""
-    progress.print(f"[red]qevict:[/] {message}", highlight=False)
-    raise typer.Exit(2)

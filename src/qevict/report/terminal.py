@@ -155,7 +155,7 @@ def methods_table(methods: Mapping[str, Described]) -> RenderableType:
         table.add_column(column, overflow="fold")
     for name, method in methods.items():
         marks = ["[green]✓[/]" if holds else "[red]✗[/]" for holds in method.properties]
-        table.add_row(name, method.kind, *marks, method.paper, _settings(method))
+        table.add_row(Text(name), method.kind, *marks, method.paper, Text(_settings(method)))
     return table
 
 
@@ -166,7 +166,8 @@ def match_table(ratio: float, matches: Mapping[str, Match]) -> RenderableType:
         table.add_column(column, justify="right" if column == "measured" else "left", overflow="fold")
     for name, match in matches.items():
         measured = "" if match.ratio is None else f"{match.ratio:.1%}"
-        table.add_row(name, measured, match.reason or f"{match.method.label}: {_settings(match.method)}")
+        # As it is: labels hold brackets, which markup would swallow.
+        table.add_row(Text(name), measured, Text(match.reason or f"{match.method.label}: {_settings(match.method)}"))
     return table
 
 
