@@ -1,104 +1,114 @@
-"""How much faster caches of many methods decode together, as forks of one prompt, than each by itself.
+"""How much faster one sample is evaluated with all methods as forks of one prompt than with each by itself.
 
-    python benchmarks/forks.py --length 1024 --methods snapkv,qevict,... --budgets 0.5,0.2,0.1
+    python benchmarks/forks.py --length 1024 --new-tokens 32 --budgets 0.5,0.3,0.2
 
-All in one process on the same caches, together and apart by turns, so that a busy machine slows both alike. Everything
-that a benchmark run does at a step is timed: the forward, the choice of the token, reading the memory. The last line
-printed is one JSON document.
+Together: one prefill, a cache for each method and budget, all decoded in one batch, as `qevict bench` does. Apart: for
+each method and budget a prefill, its cache, and decoding it alone. All in one process, the forks both before and after
+the separate runs, so that a busy machine slows both alike. The last line printed is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from qevict.bench.cells import Cell, Failure, build, capture, cells_of
 from qevict.bench.decode import Fork, decode
-from qevict.bench.forks import copies
 from qevict.demo import NEEDLE, document
 from qevict.methods import get_method
 from qevict.models import load
 
+METHODS = "qevict,qevict-paper,snapkv,adakv,criticalkv,chunkkv,h2o,streamingllm"
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall time."""
+
+@dataclass
+class Spent:
+    """Seconds of wall time: for the prefill, for compressing it into caches, for decoding."""
+
+    prefill: float = 0.0
+    fill: float = 0.0
+    decode: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.prefill + self.fill + self.decode
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.prefill + other.prefill, self.fill + other.fill, self.decode + other.decode)
+
+
+def evaluate(model: PreTrainedModel, ids: Sequence[int], cells: Sequence[Cell], new: int) -> tuple[Spent, list[Fork]]:
+    """Run some cells together."""
     start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    trace = capture(model, ids[:-1], [cell.method for cell in cells])
+    traced = time.perf_counter()
+    forks = []
+    for cell in cells:
+        cache = build(model, trace, cell, new, scope="total", store_dtype=torch.bfloat16)
+        if isinstance(cache, Failure):
+            raise SystemExit(f"{cell.method.label} at {cell.budget}: {cache.reason}")
+        forks.append(Fork(cache, [ids[-1]], new))
+    filled = time.perf_counter()
+    for _ in decode(model, [forks], len(forks)):
+        pass
+    return Spent(traced - start, filled - traced, time.perf_counter() - filled), forks
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--length", type=int, default=1024, help="tokens of the prompt")
-    parser.add_argument("--methods", default="qevict,qevict-paper,snapkv,adakv,h2o,tova,streamingllm,chunkkv")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--methods", default=METHODS, help="beside full KV")
     parser.add_argument("--budgets", default="0.5,0.3,0.2")
-    parser.add_argument("--steps", type=int, default=8, help="tokens decoded in a turn")
-    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
 
     model, tokenizer = load(options.model)
-    model.generation_config.eos_token_id = None  # every fork decodes all steps
-    cells = cells_of(
-        [get_method(name) for name in options.methods.split(",")], [float(b) for b in options.budgets.split(",")]
-    )
+    model.generation_config.eos_token_id = None  # every fork decodes all tokens
+    names, budgets = options.methods.split(","), [float(budget) for budget in options.budgets.split(",")]
+    cells = cells_of([get_method(name) for name in names], budgets)
     ids = tokenizer(document(tokenizer, options.length, NEEDLE)).input_ids[: options.length]
-    trace = capture(model, ids[:-1], [cell.method for cell in cells])
-    caches = {}
-    for cell in cells:
-        made = build(model, trace, cell, options.steps + 1, scope="total", store_dtype=torch.bfloat16)
-        if isinstance(made, Failure):
-            console.print(f"{cell.key} left out: {made.reason}", highlight=False)
-        else:
-            caches[cell] = made
+    evaluate(model, ids[:256], cells[:1], 2)  # the first run of anything is slower
 
-    def forks(chosen: list[Cell]) -> list[Fork]:
-        held = copies([caches[cell] for cell in chosen])
-        return [Fork(cache, [ids[-1]], options.steps) for cache in held]
+    before, forks = evaluate(model, ids, cells, options.new_tokens)
+    apart = {}
+    for cell, fork in zip(cells, forks, strict=True):
+        apart[cell], (alone,) = evaluate(model, ids, [cell], options.new_tokens)
+        if alone.tokens != fork.tokens:
+            console.print(f"{cell.method.label} at {cell.budget} decodes other tokens together than apart")
+    after, _ = evaluate(model, ids, cells, options.new_tokens)
+    both = before + after
+    together = Spent(both.prefill / 2, both.fill / 2, both.decode / 2)
+    separate = sum(apart.values(), start=Spent())
 
-    together: list[float] = []
-    apart: dict[Cell, list[float]] = {cell: [] for cell in caches}
-    for _ in range(options.turns):
-        group = forks(list(caches))
-        together.append(seconds(lambda group=group: list(decode(model, [group], len(group)))))
-        tokens = {cell: fork.tokens for cell, fork in zip(caches, group, strict=True)}
-        for cell, times in apart.items():
-            alone = forks([cell])
-            times.append(seconds(lambda alone=alone: list(decode(model, [alone], 1))))
-            if alone[0].tokens != tokens[cell]:
-                console.print(f"{cell.key} decodes other tokens together than apart", highlight=False)
-
-    one = statistics.median(together) / options.steps
-    each = {cell: statistics.median(times) / options.steps for cell, times in apart.items()}
-    table = Table("method", "budget", "ms a token, apart", box=None)
-    for cell, spent in each.items():
-        table.add_row(cell.method.label, "" if cell.budget is None else f"{cell.budget:.0%}", f"{1000 * spent:.0f}")
+    table = Table("", "prefill s", "fill s", "decode s", "ms a token", "total s", box=None)
+    rows = {f"{cell.method.label} {cell.budget or ''}": spent for cell, spent in apart.items()}
+    for name, spent in {**rows, "all apart": separate, "all together": together}.items():
+        token = 1000 * spent.decode / options.new_tokens
+        values = (f"{spent.prefill:.2f}", f"{spent.fill:.2f}", f"{spent.decode:.2f}", f"{token:.0f}")
+        table.add_row(name, *values, f"{spent.total:.2f}")
     console.print(table)
-    gain = sum(each.values()) / one
-    console.print(
-        f"{len(caches)} forks: {1000 * one:.0f} ms a step together, {1000 * sum(each.values()):.0f} ms apart: "
-        f"{gain:.1f} times as fast",
-        highlight=False,
-    )
     result = {
         "benchmark": "forks",
-        "forks": len(caches),
+        "forks": len(cells),
         "length": options.length,
+        "new_tokens": options.new_tokens,
         "threads": options.threads,
-        "steps": options.steps,
-        "seconds_together": one,
-        "seconds_apart": sum(each.values()),
-        "gain": gain,
+        "seconds_apart": round(separate.total, 2),
+        "seconds_together": round(together.total, 2),
+        "gain": round(separate.total / together.total, 2),
+        "gain_decoding": round(separate.decode / together.decode, 2),
     }
     print(json.dumps(result))
 

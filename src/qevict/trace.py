@@ -8,6 +8,7 @@ it runs inside the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from qevict.forward import Forward
 from qevict.hidden import AttentionInputs
 from qevict.managed_cache import ManagedCache
 from qevict.managed_layer import ManagedLayer, Prefill
+from qevict.shared import SharedWork
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
@@ -83,10 +85,19 @@ class PrefillTrace:
         return self.prefills[0].forward.columns
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """What it holds of the layers."""
+        return [t for p in self.prefills for t in (p.query, p.keys, p.values, p.hidden) if t is not None]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the trace holds."""
-        tensors = [t for p in self.prefills for t in (p.query, p.keys, p.values, p.hidden) if t is not None]
-        return sum(t.nbytes for t in tensors)
+        return sum(t.nbytes for t in self.tensors)
+
+    @cached_property
+    def _work(self) -> SharedWork:
+        """What one cache computed from the prompt alone and the next can use."""
+        return SharedWork(self.tensors)
 
     def fill(self, cache: AnyCache) -> AnyCache:
         """Give the prompt to an empty cache, as if its model had just read it.
@@ -98,7 +109,7 @@ class PrefillTrace:
             raise ValueError(f"the cache has seen {cache.get_seq_length()} tokens already; give an empty one")
         if isinstance(cache, ManagedCache):
             cache.settle_layers(self.columns)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._work.active():
             for index, prefill in enumerate(self.prefills):
                 layer = cache.layers[index] if index < len(cache.layers) else None
                 if not isinstance(layer, ManagedLayer):

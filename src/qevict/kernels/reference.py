@@ -14,9 +14,12 @@ from torch import Tensor
 
 from qevict.codecs import Codec, WindowShape
 from qevict.rope import Rope
+from qevict.shared import shared
 
 _BLOCK_ELEMENTS = 1 << 24
 """Most attention probabilities held at once (64 MiB of float32)."""
+_CPU_BLOCK_ELEMENTS = 1 << 20
+"""The same where they are summed at once on a CPU, which is four times as fast while they stay in its cache."""
 
 
 class TierView(NamedTuple):
@@ -104,6 +107,7 @@ def attend(
     return Attended(torch.cat(outputs, dim=3), joined if count_last is None else joined.sum(dim=1, keepdim=True))
 
 
+@shared
 def prompt_mass(
     query: Float[Tensor, "lanes heads group queries dim"],
     keys: Float[Tensor, "lanes heads tokens dim"],
@@ -121,7 +125,8 @@ def prompt_mass(
     if first < absent:
         raise ValueError(f"queries of the last {tokens - absent} tokens were kept, but those of {tokens - first} count")
     float_keys = keys.float()
-    block = max(1, _BLOCK_ELEMENTS // (query[:, :, :, 0, 0].numel() * tokens))
+    most = _CPU_BLOCK_ELEMENTS if query.device.type == "cpu" else _BLOCK_ELEMENTS
+    block = max(1, most // (query[:, :, :, 0, 0].numel() * tokens))
     for start in range(first, tokens, block):
         stop = min(start + block, tokens)
         seen = float_keys[:, :, :stop]

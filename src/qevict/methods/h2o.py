@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qevict.kernels import prompt_mass
 from qevict.methods.base import Allowance, LayerPrefill, Selector, best
 from qevict.methods.evicting import DecodeSelector, ScoredStore
 from qevict.methods.store import Kept, RowStore
@@ -114,10 +115,8 @@ class ObservedAttention(Selector):
 
 def received(prefill: LayerPrefill) -> Float[Tensor, "heads tokens"]:
     """Attention that each token received from all queries of the prompt, averaged over the group; float32."""
-    total = torch.zeros(prefill.keys.shape[:2], device=prefill.keys.device)
-    for block in prefill.attention_blocks():
-        total += block.mean(dim=1).sum(dim=1)
-    return total
+    # Each head by itself, as a lane.
+    return prompt_mass(prefill.query[:, None], prefill.keys[:, None], prefill.scaling, None)
 
 
 def heavy_and_recent(scores: Float[Tensor, "heads held"], tokens: int, heavy: int) -> Kept:
