@@ -128,26 +128,25 @@ class _ForkedLayer(CacheLayerMixin):
     ) -> Float[Tensor, "rows tokens query_heads dim"]:
         """Every row's own attention."""
         outputs = []
-        for row, member in enumerate(self._members):
-            one = slice(row, row + 1)
-            asking, keys, values = query[one], handle.keys[one], handle.values[one]
+        rows = zip(query.split(1), handle.keys.split(1), handle.values.split(1), strict=True)
+        for row, (member, (asking, keys, values)) in enumerate(zip(self._members, rows, strict=True)):
             layer = member.layers[self._index]
             if isinstance(layer, ManagedLayer):
                 # Its first managed layer reads the positions for all of them.
-                own = _of_row(call, one) if self._index == layer.session.first_layer else call
+                own = _of_row(call, row) if self._index == layer.session.first_layer else call
                 outputs.append(layer.attend(module, asking, KVHandle(layer, keys, values), None, own))
             else:
                 keys, values = member.update(keys, values, self._index)
-                own = _of_row(call, one)
+                own = _of_row(call, row)
                 outputs.append(own.exact(asking, keys, values, _mask(module, asking, keys, own))[0])
         return torch.cat(outputs)
 
 
-def _of_row(call: AttentionCall, row: slice) -> AttentionCall:
+def _of_row(call: AttentionCall, row: int) -> AttentionCall:
     """The call with the positions of one row."""
     own = copy.copy(call)
     positions = call.settings.get("position_ids")
-    own.settings = {**call.settings, "position_ids": None if positions is None else positions[row]}
+    own.settings = {**call.settings, "position_ids": None if positions is None else positions[row : row + 1]}
     return own
 
 
