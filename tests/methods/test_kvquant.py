@@ -87,8 +87,8 @@ def test_every_token_is_what_the_slow_definition_makes_of_it(
     assert torch.equal(mine[1][:, :sinks], all_values[:, :sinks])
     # an element halfway between two levels may go either way
     for x, y in ((mine[0], expected_keys), (mine[1], expected[1])):
-        close = torch.isclose(x[:, sinks:], y[:, sinks:], rtol=1e-3, atol=1e-3)
-        assert close.float().mean() > 0.99 or (close.numel() < 100 and close.float().mean() > 0.9)
+        apart = ~torch.isclose(x[:, sinks:], y[:, sinks:], rtol=1e-3, atol=1e-3)  # empty where all are sinks
+        assert int(apart.sum()) <= apart.numel() * (0.01 if apart.numel() >= 100 else 0.1)
 
 
 @settings(max_examples=20)
