@@ -85,6 +85,10 @@ def run_tasks(
     length: Annotated[
         int | None, typer.Option("--length", help="Tokens of RULER's prompts; LongBench's are cut to it.")
     ] = None,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option("--new-tokens", min=1, help="Most tokens generated, whatever a task's own limit."),
+    ] = None,
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Samples of each task, at most.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="Decides the samples.")] = 0,
     protocol: Annotated[
@@ -131,6 +135,7 @@ def run_tasks(
             model=ModelSpec(model, getattr(torch, dtype.value), device, threads),
             samples=samples,
             length=length,
+            new_tokens=new_tokens,
             seed=seed,
             setting=Setting(
                 protocol=protocol.value,

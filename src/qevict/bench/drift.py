@@ -53,6 +53,7 @@ class Drift:
         return {
             **software(),
             "model": self.model.name,
+            "device": self.model.device_type,
             "dtype": plain(self.model.dtype),
             "store_dtype": plain(self.setting.store_dtype),
             "tasks": list(self.tasks),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,6 +42,11 @@ class ModelSpec:
     device: str | None = None
     threads: int | None = None
 
+    @property
+    def device_type(self) -> str:
+        """`cpu`, `cuda`, ...: which numbers of the same kind are alike."""
+        return torch.device(self.device or "cpu").type
+
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model and its tokenizer."""
         if self.threads is not None:
@@ -61,6 +68,8 @@ class Run:
         budgets: fractions of full KV.
         samples: of each task, at most.
         length: of prompts, in tokens; see `Task.samples`.
+        new_tokens: at most so many are generated, whatever the tasks' own limits; None for these alone. Gold answers are
+            cut to it, too.
         data: the folder of the benchmarks' data; see `find_tasks`.
     """
 
@@ -70,14 +79,33 @@ class Run:
     model: ModelSpec = field(default_factory=ModelSpec)
     samples: int = 10
     length: int | None = None
+    new_tokens: int | None = None
     seed: int = 0
     setting: Setting = field(default_factory=Setting)
     data: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.new_tokens is not None and self.new_tokens < 1:
+            raise ValueError(f"new_tokens is {self.new_tokens}; at least 1 has to be generated")
 
     def find_tasks(self) -> list[Task]:
         """The tasks, each once."""
         found = [task for spec in self.tasks for task in find_tasks(spec, self.data)]
         return list({task.name: task for task in found}.values())
+
+    def samples_of(self, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+        """The tasks' samples in turn: the first of each, then the second of each, and so on, so that a run that is
+        stopped early has something of every task."""
+        series = [task.samples(tokenizer, self.samples, length=self.length, seed=self.seed) for task in tasks]
+        for together in zip_longest(*series):
+            for sample in together:
+                if sample is not None:
+                    yield self._limited(sample)
+
+    def _limited(self, sample: Sample) -> Sample:
+        if self.new_tokens is None or sample.max_new_tokens <= self.new_tokens:
+            return sample
+        return dataclasses.replace(sample, max_new_tokens=self.new_tokens)
 
     def manifest(self) -> dict[str, Any]:
         """What the results depend on."""
@@ -85,10 +113,12 @@ class Run:
         return {
             **software(),
             "model": self.model.name,
+            "device": self.model.device_type,
             "dtype": _name(self.model.dtype),
             "store_dtype": _name(setting.store_dtype),
             "tasks": [task.name for task in self.find_tasks()],
             "length": self.length,
+            "new_tokens": self.new_tokens,
             "samples": self.samples,
             "seed": self.seed,
             "methods": described(list({cell.method.label: cell.method for cell in cells}.values())),
@@ -144,13 +174,12 @@ def run(
     with ResultsFolder(out, plan.manifest(), KEY, GROWS) as folder:
 
         def jobs() -> Iterator[Job]:
-            for task in tasks.values():
-                for sample in task.samples(tokenizer, plan.samples, length=plan.length, seed=plan.seed):
-                    wanted = tuple(cell for cell in cells if (task.name, sample.id, *cell.key) not in folder.done)
-                    if wanted:
-                        yield Job(sample, wanted)
-                    else:
-                        watch(sample, [])
+            for sample in plan.samples_of(list(tasks.values()), tokenizer):
+                wanted = tuple(cell for cell in cells if (sample.task, sample.id, *cell.key) not in folder.done)
+                if wanted:
+                    yield Job(sample, wanted)
+                else:
+                    watch(sample, [])
 
         for job, records in engine.evaluate(jobs(), plan.setting):
             task = tasks[job.sample.task]
