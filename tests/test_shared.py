@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -54,3 +57,43 @@ def test_keywords_are_never_remembered() -> None:
         for _ in range(2):
             doubled(base, times=2)
     assert len(calls) == 2
+
+
+class Ends(NamedTuple):
+    least: Tensor
+    most: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """A tensor with a name, of which notes are beside the point."""
+
+    name: str
+    tensor: Tensor
+    notes: object
+
+    @property
+    def shared_parts(self) -> tuple[str, Tensor]:
+        return self.name, self.tensor
+
+
+@shared
+def ends(named: Named) -> Ends:
+    calls.append(1)
+    return Ends(named.tensor.min(), named.tensor.max())
+
+
+def test_objects_are_told_apart_by_their_parts_and_tuples_are_everybodys_own() -> None:
+    base, other = torch.arange(6.0), torch.arange(6.0)
+    calls.clear()
+    with SharedWork([base]).active():
+        first = ends(Named("a", base, object()))
+        first.most.zero_()
+        assert ends(Named("a", base, object())) == (0, 5)
+        assert len(calls) == 1
+        ends(Named("b", base, None))
+        ends(Named("a", base[1:], None))
+        assert len(calls) == 3
+        ends(Named("a", other, None))
+        ends(Named("a", other, None))
+        assert len(calls) == 5

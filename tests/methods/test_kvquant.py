@@ -116,7 +116,7 @@ def test_every_token_has_the_same_number_of_value_outliers(
 ) -> None:
     rows = torch.randn(3, channels, generator=torch.Generator().manual_seed(seed))
     rows = rows.round() if ties else rows
-    split = split_values(rows, outliers)
+    split = split_values(rows[None], outliers)
     for token, row in enumerate(rows.tolist()):
         outside = token_outliers(row, outliers)
         assert sorted(split.channels[token].tolist()) == sorted(outside)

@@ -79,6 +79,11 @@ class LayerPrefill:
         return self
 
     @property
+    def shared_parts(self) -> tuple[Any, ...]:
+        """What tells it from others where work is shared; the rotary embedding is the module's."""
+        return (self.query, self.keys, self.values, self.first_position, self.scaling, self.module, self.hidden)
+
+    @property
     def tokens(self) -> int:
         """How many tokens the prompt has."""
         return self.keys.shape[1]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qevict.methods.base import LayerPrefill
-from qevict.methods.snapkv import SnapKV
+from qevict.methods.snapkv import Pooling, SnapKV
 from qevict.methods.store import Kept
 
 
@@ -34,7 +34,7 @@ class ChunkKV(SnapKV):
 
     window: int = 64
     kernel: int = 5
-    pooling: Literal["max", "avg"] = "avg"
+    pooling: Pooling = "avg"
     chunk: int = 20
 
     name: ClassVar[str] = "chunkkv"

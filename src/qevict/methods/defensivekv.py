@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,7 +13,9 @@ from torch import Tensor
 from qevict.methods.base import LayerPrefill, Selector, best
 from qevict.methods.projection import output_norms
 from qevict.methods.store import Kept
+from qevict.shared import shared
 
+WindowBias = Literal["author", "corrected"]
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -45,7 +47,7 @@ class DefensiveKV(Selector):
     window: int = 32
     kernel: int = 5
     coverage: float = 0.9
-    window_bias: Literal["author", "corrected"] = "author"
+    window_bias: WindowBias = "author"
 
     name: ClassVar[str] = "defensivekv"
     paper: ClassVar[str] = "DefensiveKV (Feng et al., 2025)"
@@ -79,24 +81,13 @@ class DefensiveKV(Selector):
         Args:
             tokens: the average budget of a head.
         """
-        attention = prefill.attention(self.window)
-        earlier = attention[..., : -self.window]
-        measured = earlier if self.window_bias == "author" else attention
-        bias = float(measured[..., -self.window :].sum(dim=-1).mean())
-        secured = self._secured(earlier.mean(dim=(1, 2)), self.coverage - bias, tokens - self.window)
+        observed = observe(prefill, self.window, self.kernel, self.window_bias)
+        secured = self._secured(observed.average, self.coverage - float(observed.bias), tokens - self.window)
 
         norms = output_norms(prefill)[:, : -self.window]
-        scores = self._worst_case(earlier) * (norms / norms.sum(dim=0).clamp_min(_TINY))
+        scores = observed.worst * (norms / norms.sum(dim=0).clamp_min(_TINY))
         above = float(scores.max().nextafter(scores.new_tensor(torch.inf)))
         return torch.nn.functional.pad(scores.masked_fill(secured, above), (0, self.window), value=above)
-
-    def _worst_case(self, earlier: Float[Tensor, "heads group window n"]) -> Float[Tensor, "heads n"]:
-        smooth = torch.nn.functional.avg_pool1d(earlier.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2)
-        smooth = smooth.view_as(earlier)
-        # attention that underflowed to zero everywhere stays zero
-        smooth = smooth * earlier.sum(dim=-1, keepdim=True) / smooth.sum(dim=-1, keepdim=True).clamp_min(_TINY)
-        worst = smooth.amax(dim=(1, 2))
-        return worst.maximum(worst.mean(dim=-1, keepdim=True))
 
     def _secured(self, average: Float[Tensor, "heads n"], threshold: float, most: int) -> Bool[Tensor, "heads n"]:
         shares = average / average.sum(dim=-1, keepdim=True).clamp_min(_TINY)
@@ -106,6 +97,38 @@ class DefensiveKV(Selector):
         count = reached.int().argmax(dim=-1, keepdim=True).clamp_max(most)
         place = torch.arange(shares.shape[1], device=shares.device)
         return torch.zeros_like(reached).scatter(1, order, place < count)
+
+
+class Observed(NamedTuple):
+    """What the observation window says of the tokens before it, whatever the budget.
+
+    Attributes:
+        worst: each token's worst case (step 1).
+        average: attention, averaged over the group and the window.
+        bias: what is subtracted from the coverage.
+    """
+
+    worst: Float[Tensor, "heads earlier"]
+    average: Float[Tensor, "heads earlier"]
+    bias: Float[Tensor, ""]
+
+
+@shared
+def observe(prefill: LayerPrefill, window: int, kernel: int, window_bias: WindowBias) -> Observed:
+    """Attention of the last `window` queries, taken together; for the settings see `DefensiveKV`."""
+    attention = prefill.attention(window)
+    earlier = attention[..., :-window]
+    smooth = torch.nn.functional.avg_pool1d(earlier.flatten(0, 1), kernel, stride=1, padding=kernel // 2)
+    smooth = smooth.view_as(earlier)
+    # attention that underflowed to zero everywhere stays zero
+    smooth = smooth * earlier.sum(dim=-1, keepdim=True) / smooth.sum(dim=-1, keepdim=True).clamp_min(_TINY)
+    worst = smooth.amax(dim=(1, 2))
+    measured = earlier if window_bias == "author" else attention
+    return Observed(
+        worst=worst.maximum(worst.mean(dim=-1, keepdim=True)),
+        average=earlier.mean(dim=(1, 2)),
+        bias=measured[..., -window:].sum(dim=-1).mean(),
+    )
 
 
 @dataclass(frozen=True)

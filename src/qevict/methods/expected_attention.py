@@ -12,6 +12,7 @@ from torch import Tensor
 from qevict.methods.base import LayerPrefill, Selector, best
 from qevict.methods.store import Kept
 from qevict.rope import Rope
+from qevict.shared import shared
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class ExpectedAttention(Selector):
         """The `tokens` highest-scored of each head."""
         return best(self.scores(prefill), tokens)
 
+    @shared
     def scores(self, prefill: LayerPrefill) -> Float[Tensor, "heads tokens"]:
         """Expected attention times value norm; infinite for the sinks."""
         rotation = self.average_rotation(prefill)

@@ -18,14 +18,16 @@ from qevict.methods.code_store import Growing
 from qevict.methods.kvquant_calibration import (
     LIMIT,
     KVQuantCalibration,
+    LayerElements,
     LayerStatistics,
-    measure_layer,
+    elements_of,
     normalise,
     side_by_side,
     split_values,
     value_outliers,
 )
 from qevict.methods.store import POSITION_BYTES, Block, RowStore, TokenBuffer
+from qevict.shared import shared
 
 MOST_CHANNELS = 1 << 15
 """Channels of all heads together, of which outliers are noted with 16 bits."""
@@ -129,8 +131,14 @@ class KVQuant(Method):
                 )
             return known.to(prefill.keys.device)
         sinks = min(self.sinks, tokens - 1)  # a prompt of sinks alone has nothing else to measure
-        keys = prefill.rope.unrotate(prefill.keys, prefill.positions)[:, sinks:]
-        return measure_layer(keys, prefill.values[:, sinks:], self.bits, self.outliers, self.norm)
+        return _elements(prefill, sinks, self.outliers).statistics(self.bits, self.norm)
+
+
+@shared
+def _elements(prefill: LayerPrefill, sinks: int, outliers: float) -> LayerElements:
+    """What the prompt's own statistics are found from."""
+    keys = prefill.rope.unrotate(prefill.keys, prefill.positions)[:, sinks:]
+    return elements_of(keys, prefill.values[:, sinks:], outliers)
 
 
 class KVQuantStore(RowStore):
@@ -259,7 +267,7 @@ class KVQuantStore(RowStore):
         self.key_channels.append(outside.nonzero()[:, 1])
 
         rows = side_by_side(values)
-        split = split_values(rows, self.method.outliers)
+        split = split_values(values, self.method.outliers)
         ranges = torch.stack([split.lower, split.upper], dim=1).half()
         units = normalise(rows, ranges[:, :1].float(), ranges[:, 1:].float())
         self.value_codes.append(self._codes(units, known.value_levels))

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qevict.rope import rope_for_layers
+from qevict.shared import shared
 from qevict.trace import PrefillTrace
 
 LIMIT = 65504.0
@@ -157,27 +158,53 @@ def measure_layer(
         norm: whether levels are decoded with the mean and deviation of what they stand for (Q-norm); None at 2 bits.
         key_weights, value_weights: how much each element's error matters; the authors weight by Fisher information.
     """
-    norm = bits == 2 if norm is None else norm
-    key_rows, value_rows = side_by_side(keys), side_by_side(values)
-    count, tokens = round(outliers / 2 * len(key_rows)), len(key_rows)
-    ordered = key_rows.sort(dim=0).values
-    lower, upper = ordered[count].clone(), ordered[tokens - 1 - count].clone()
-    inside = (key_rows >= lower) & (key_rows <= upper)
-    levels = find_levels(
-        normalise(key_rows, lower, upper)[inside],
-        None if key_weights is None else side_by_side(key_weights)[inside],
-        bits,
-        norm,
-    )
-    split = split_values(value_rows, outliers)
-    inside = torch.ones_like(value_rows, dtype=torch.bool).scatter(1, split.channels, False)
-    value_levels = find_levels(
-        normalise(value_rows, split.lower[:, None], split.upper[:, None])[inside],
-        None if value_weights is None else side_by_side(value_weights)[inside],
-        bits,
-        norm,
-    )
-    return LayerStatistics(lower, upper, levels, value_levels)
+    return elements_of(keys, values, outliers, key_weights, value_weights).statistics(bits, norm)
+
+
+class LayerElements(NamedTuple):
+    """What the statistics of a layer are found from, whatever their number of levels.
+
+    Attributes:
+        lower, upper: as in `LayerStatistics`.
+        keys, values: see `thinned`.
+        key_weights, value_weights: theirs.
+    """
+
+    lower: Float32[Tensor, " channels"]
+    upper: Float32[Tensor, " channels"]
+    keys: Float32[Tensor, " key_elements"]
+    key_weights: Float32[Tensor, " key_elements"]
+    values: Float32[Tensor, " value_elements"]
+    value_weights: Float32[Tensor, " value_elements"]
+
+    def statistics(self, bits: int, norm: bool | None) -> LayerStatistics:
+        """2**bits levels each; `norm` as for `measure_layer`."""
+        norm = bits == 2 if norm is None else norm
+        key_levels = _levels(self.keys, self.key_weights, bits, norm)
+        return LayerStatistics(self.lower, self.upper, key_levels, _levels(self.values, self.value_weights, bits, norm))
+
+
+def elements_of(
+    keys: Float[Tensor, "heads tokens dim"],
+    values: Float[Tensor, "heads tokens dim"],
+    outliers: float,
+    key_weights: Float[Tensor, "heads tokens dim"] | None = None,
+    value_weights: Float[Tensor, "heads tokens dim"] | None = None,
+) -> LayerElements:
+    """Arguments as for `measure_layer`."""
+    rows = side_by_side(keys)
+    count = round(outliers / 2 * len(rows))
+    lower, upper = rows.kthvalue(count + 1, dim=0).values, rows.kthvalue(len(rows) - count, dim=0).values
+    inside = (rows >= lower) & (rows <= upper)
+    weights = None if key_weights is None else side_by_side(key_weights)[inside]
+    key_elements = thinned(normalise(rows, lower, upper)[inside], weights)
+
+    rows = side_by_side(values)
+    split = split_values(values, outliers)
+    inside = torch.ones_like(rows, dtype=torch.bool).scatter(1, split.channels, False)
+    weights = None if value_weights is None else side_by_side(value_weights)[inside]
+    units = normalise(rows, split.lower[:, None], split.upper[:, None])
+    return LayerElements(lower, upper, *key_elements, *thinned(units[inside], weights))
 
 
 class ValueSplit(NamedTuple):
@@ -193,8 +220,10 @@ def value_outliers(channels: int, outliers: float) -> int:
     return min(max(1, round(outliers / 2 * channels)), (channels - 1) // 2) if outliers else 0
 
 
-def split_values(rows: Float32[Tensor, "tokens channels"], outliers: float) -> ValueSplit:
+@shared
+def split_values(values: Float[Tensor, "heads tokens dim"], outliers: float) -> ValueSplit:
     """The lowest and the highest elements of each token, and the range of what is between; the earlier among equals."""
+    rows = side_by_side(values)
     channels = rows.shape[1]
     count = value_outliers(channels, outliers)
     order = rows.argsort(dim=1, stable=True)
@@ -216,13 +245,26 @@ def normalise(
     return torch.where(half > 0, (rows - (upper + lower) / 2) / torch.where(half > 0, half, 1), 0)
 
 
+def thinned(
+    sample: Float32[Tensor, " elements"], weights: Float32[Tensor, " elements"] | None
+) -> tuple[Float32[Tensor, " kept"], Float32[Tensor, " kept"]]:
+    """Elements chosen evenly, so few that levels are found fast; ascending, with their weights (1 without any)."""
+    step = -(-len(sample) // _SAMPLE)
+    kept, order = sample[::step].sort()
+    return kept, torch.ones_like(kept) if weights is None else weights[::step][order]
+
+
 def find_levels(
     sample: Float32[Tensor, " elements"], weights: Float32[Tensor, " elements"] | None, bits: int, norm: bool
 ) -> Float32[Tensor, "two levels"]:
     """Levels of least (weighted) squared error by Lloyd's iteration from quantiles, and what they are decoded as."""
-    step = -(-len(sample) // _SAMPLE)
-    sample, order = sample[::step].double().sort()
-    weight = torch.ones_like(sample) if weights is None else weights[::step].double()[order]
+    return _levels(*thinned(sample, weights), bits, norm)
+
+
+def _levels(
+    sample: Float32[Tensor, " ascending"], weights: Float32[Tensor, " ascending"], bits: int, norm: bool
+) -> Float32[Tensor, "two levels"]:
+    sample, weight = sample.double(), weights.double()
     zero = weight.new_zeros(1)
     mass, moment = torch.cat([zero, weight.cumsum(0)]), torch.cat([zero, (weight * sample).cumsum(0)])
     shares = (torch.arange(1 << bits, device=sample.device) + 0.5) / (1 << bits)

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qevict.methods.base import LayerPrefill
+from qevict.shared import shared
 
 _NAMES = ("o_proj", "dense", "out_proj")  # most families; GPT-NeoX and Phi; GPT-J
 _BLOCK = 1024  # tokens projected at a time: the projections of a whole prompt would be larger than its values
@@ -38,6 +39,7 @@ def output_weight(module: nn.Module, channels: int) -> Float[Tensor, "hidden cha
     )
 
 
+@shared
 def output_norms(prefill: LayerPrefill) -> Float[Tensor, "heads tokens"]:
     """L1 norm of W_o v for every value, averaged over the query heads that share it; float32."""
     heads, tokens, dim = prefill.values.shape

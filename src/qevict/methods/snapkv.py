@@ -11,6 +11,9 @@ from torch import Tensor
 
 from qevict.methods.base import LayerPrefill, Selector, best
 from qevict.methods.store import Kept
+from qevict.shared import shared
+
+Pooling = Literal["max", "avg"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class SnapKV(Selector):
 
     window: int = 32
     kernel: int = 7
-    pooling: Literal["max", "avg"] = "max"
+    pooling: Pooling = "max"
 
     name: ClassVar[str] = "snapkv"
     paper: ClassVar[str] = "SnapKV (Li et al., 2024, arXiv 2404.14469)"
@@ -57,8 +60,7 @@ class SnapKV(Selector):
 
     def votes(self, prefill: LayerPrefill) -> Float[Tensor, "heads earlier"]:
         """Pooled votes for the tokens before the observation window, of which there has to be one at least."""
-        votes = prefill.attention(self.window)[..., : -self.window].mean(dim=2)
-        return self._pooled(votes.mean(dim=1))
+        return pooled_votes(prefill, self.window, self.kernel, self.pooling)
 
     def scores(self, prefill: LayerPrefill) -> Float[Tensor, "heads tokens"]:
         """The votes; infinite for the observation window."""
@@ -68,8 +70,11 @@ class SnapKV(Selector):
         """The `tokens` highest-scored of each head."""
         return best(self.scores(prefill), tokens)
 
-    def _pooled(self, votes: Float[Tensor, "heads tokens"]) -> Float[Tensor, "heads tokens"]:
-        half = self.kernel // 2
-        if self.pooling == "max":
-            return torch.nn.functional.max_pool1d(votes, self.kernel, stride=1, padding=half)
-        return torch.nn.functional.avg_pool1d(votes, self.kernel, stride=1, padding=half)
+
+@shared
+def pooled_votes(prefill: LayerPrefill, window: int, kernel: int, pooling: Pooling) -> Float[Tensor, "heads earlier"]:
+    """The attention of the last `window` queries to the tokens before them, averaged over a group, then pooled."""
+    votes = prefill.attention(window)[..., :-window].mean(dim=2).mean(dim=1)
+    if pooling == "max":
+        return torch.nn.functional.max_pool1d(votes, kernel, stride=1, padding=kernel // 2)
+    return torch.nn.functional.avg_pool1d(votes, kernel, stride=1, padding=kernel // 2)

@@ -12,6 +12,7 @@ from torch import Tensor
 from qevict.methods.base import Allowance, LayerPrefill, best
 from qevict.methods.evicting import DecodeSelector, ScoredStore
 from qevict.methods.store import Kept, RowStore
+from qevict.shared import shared
 
 
 @dataclass(frozen=True)
@@ -87,5 +88,6 @@ class LastAttentionStore(ScoredStore):
         return self.method.choose(self.scores, tokens).expand(self.buffer.keys.shape[0], -1)
 
 
+@shared
 def _last_attention(prefill: LayerPrefill) -> Float[Tensor, "1 tokens"]:
     return prefill.attention(1).mean(dim=(0, 1))
