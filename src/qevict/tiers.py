@@ -22,7 +22,7 @@ from qevict.arena import Arena
 from qevict.budget import SCORE_BYTES, SLOT_BYTES, MemoryReport, TierPlan
 from qevict.codecs import WindowShape
 from qevict.config import QEvictConfig
-from qevict.kernels.reference import TierView, prompt_mass, window_sums
+from qevict.kernels.reference import History, TierView, prompt_mass, window_sums
 from qevict.migration import Aged, Moves, candidates, carry_out
 from qevict.planning import assign
 from qevict.rope import Rope
@@ -119,6 +119,7 @@ class TierStore:
         self.events = 0
         self.moves = [Moves()] * lanes  # of each lane; a diagnostic, like `events`
         self.pending: Pending | None = None
+        self._history: History | None = None
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -130,24 +131,35 @@ class TierStore:
 
     def view(self, new_keys: Float[Tensor, "lanes heads new dim"], new_values: Tensor) -> TierView:
         """What the new tokens attend to, themselves included. Call `settle` first."""
-        arena, used = self.arena, self.stored
-        codes = slice(self.plan.max_codes - arena.code_used, None)
-        full = arena.full_slots()[:, : arena.full_used]
-        window = arena.codes.window[:, codes].long()
+        used = self.stored
         return TierView(
-            # In float32, as bfloat16 storage can hold what rounds to infinity in float16.
-            local_keys=torch.cat([self.keys[:, :, :used].float(), new_keys.float()], dim=2),
-            local_values=torch.cat([self.values[:, :, :used].float(), new_values.float()], dim=2),
-            full_keys=full[:, :, 0],
-            full_values=full[:, :, 1],
-            full_present=arena.full.window[:, : arena.full_used] >= 0,
-            packed=arena.code_slots()[:, codes],
-            code_present=window >= 0,
-            code_positions=self._window_zero()[:, None] + window * self.plan.window,
-            codec=self.codec,
-            rope=self.rope,
+            stored_keys=self.keys[:, :, :used],
+            stored_values=self.values[:, :, :used],
+            new_keys=new_keys,
+            new_values=new_values,
+            history=self.history,
             sinks=min(self.plan.sink_tokens, used + new_keys.shape[2]),
         )
+
+    @property
+    def history(self) -> History:
+        """The windows in the arena; the same object from one routing event to the next."""
+        if self._history is None:
+            arena = self.arena
+            codes = slice(self.plan.max_codes - arena.code_used, None)
+            full = arena.full_slots()[:, : arena.full_used]
+            window = arena.codes.window[:, codes].long()
+            self._history = History(
+                full_keys=full[:, :, 0],
+                full_values=full[:, :, 1],
+                full_present=arena.full.window[:, : arena.full_used] >= 0,
+                packed=arena.code_slots()[:, codes],
+                code_present=window >= 0,
+                code_positions=self._window_zero()[:, None] + window * self.plan.window,
+                codec=self.codec,
+                rope=self.rope,
+            )
+        return self._history
 
     # -- one forward -----------------------------------------------------------------------------------------------
 
@@ -237,7 +249,7 @@ class TierStore:
         other.__dict__.update(self.__dict__)
         for name in ("keys", "values", "recent_state", "recent_mass", "first_position"):
             setattr(other, name, getattr(self, name)[lanes])
-        other.arena = self.arena.take(lanes)
+        other.arena, other._history = self.arena.take(lanes), None
         other.moves = [self.moves[lane] for lane in lanes.tolist()]
         other.pending = None if self.pending is None else self.pending.take(lanes)
         return other
@@ -254,6 +266,7 @@ class TierStore:
         old, lanes = self.arena, len(self.first_position)
         self.arena = Arena(plan, lanes, self.shape.heads, self.shape.head_dim, old.dtype, self.keys.device)
         self.arena.refill(old)
+        self._history = None
         for name in ("keys", "values"):
             before = getattr(self, name)
             after = before.new_zeros(*before.shape[:2], plan.protected_slots, before.shape[3])
@@ -360,6 +373,7 @@ class TierStore:
         stop = sinks + count * window
         aged = self._aged(count, keys[:, :, sinks:stop], values[:, :, sinks:stop], state)
         pool = candidates(self.arena, aged)
+        self._history = None
         moved = carry_out(
             self.arena, pool, assign(self.config, self.plan, pool), aged, self.codec, self.rope, self._window_zero()
         )

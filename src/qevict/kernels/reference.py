@@ -6,6 +6,7 @@ window, averaged over the query heads of the lane. All arithmetic is float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,22 +23,19 @@ _CPU_BLOCK_ELEMENTS = 1 << 20
 """The same where they are summed at once on a CPU, which is four times as fast while they stay in its cache."""
 
 
-class TierView(NamedTuple):
-    """What one layer's cohort holds, as its storages lie in memory, and the tokens of the current forward.
+@dataclass(frozen=True, eq=False)
+class History:
+    """The windows of one layer's cohort, as its arena holds them; another object after every change of the arena.
 
     Attributes:
-        local_keys, local_values: sinks, recent tokens and, last, the new tokens; keys rotated.
         full_keys, full_values: full-precision windows, keys rotated; strided views of the arena.
         full_present: which full slots hold a window.
         packed: code slots; keys not rotated.
         code_present: which code slots take part in attention (neither empty nor dormant).
         code_positions: position of the first token of the window in each code slot.
         codec, rope: how to read `packed`, and how to rotate its keys.
-        sinks: tokens at the start of the local ones that belong to no window.
     """
 
-    local_keys: Float[Tensor, "lanes heads local dim"]
-    local_values: Float[Tensor, "lanes heads local dim"]
     full_keys: Float[Tensor, "lanes full heads tokens dim"]
     full_values: Float[Tensor, "lanes full heads tokens dim"]
     full_present: Bool[Tensor, "lanes full"]
@@ -46,6 +44,23 @@ class TierView(NamedTuple):
     code_positions: Int[Tensor, "lanes codes"]
     codec: Codec
     rope: Rope
+
+
+class TierView(NamedTuple):
+    """What the tokens of a forward attend to, as it lies in memory: nothing is copied or converted for it.
+
+    Attributes:
+        stored_keys, stored_values: sinks and recent tokens, in the storage's dtype; keys rotated.
+        new_keys, new_values: the tokens of the forward, in the model's dtype; keys rotated.
+        history: the windows.
+        sinks: tokens at the start of the local ones (stored, then new) that belong to no window.
+    """
+
+    stored_keys: Float[Tensor, "lanes heads stored dim"]
+    stored_values: Float[Tensor, "lanes heads stored dim"]
+    new_keys: Float[Tensor, "lanes heads new dim"]
+    new_values: Float[Tensor, "lanes heads new dim"]
+    history: History
     sinks: int
 
 
@@ -64,7 +79,7 @@ def attend(
 ) -> Attended:
     """Exact attention of the new tokens over everything that the view holds.
 
-    The last `queries` local tokens are the new ones: query j sees local tokens up to its own.
+    Query j sees the stored tokens and the new ones up to its own.
 
     Args:
         query: rotated queries; `group` query heads share one KV head.
@@ -76,19 +91,21 @@ def attend(
         partly filled.
     """
     lanes, heads, _, queries, dim = query.shape
-    window = view.full_keys.shape[3]
-    full_keys, full_values = _flat(view.full_keys), _flat(view.full_values)
-    code_keys, code_values = _decoded(view, WindowShape(heads, window, dim))
-    keys = torch.cat([full_keys, code_keys, view.local_keys.float()], dim=2)
-    values = torch.cat([full_values, code_values, view.local_values.float()], dim=2)
+    window = view.history.full_keys.shape[3]
+    full_keys, full_values = _flat(view.history.full_keys), _flat(view.history.full_values)
+    code_keys, code_values = _decoded(view.history, WindowShape(heads, window, dim))
+    # In float32, as bfloat16 storage can hold what rounds to infinity in float16.
+    keys = torch.cat([full_keys, code_keys, view.stored_keys.float(), view.new_keys.float()], dim=2)
+    values = torch.cat([full_values, code_values, view.stored_values.float(), view.new_values.float()], dim=2)
     history = full_keys.shape[2] + code_keys.shape[2]
-    present = torch.cat([view.full_present, view.code_present], dim=1).repeat_interleave(window, dim=1)
+    present = torch.cat([view.history.full_present, view.history.code_present], dim=1)
+    present = present.repeat_interleave(window, dim=1)
     if not bool(present.all()):
         # Empty slots hold arbitrary bytes: their values must not meet a weight of zero as infinities.
         values[:, :, :history].masked_fill_(~present[:, None, :, None], 0.0)
     mask = torch.zeros(lanes, 1, 1, 1, keys.shape[2], dtype=torch.bool, device=query.device)
     mask[:, 0, 0, 0, :history] = ~present
-    local_index = torch.arange(view.local_keys.shape[2], device=query.device)
+    local_index = torch.arange(keys.shape[2] - history, device=query.device)
 
     outputs, masses = [], []
     block = max(1, _BLOCK_ELEMENTS // (query[:, :, :, 0, 0].numel() * keys.shape[2]))
@@ -151,12 +168,12 @@ def _flat(windows: Float[Tensor, "lanes windows heads tokens dim"]) -> Float[Ten
 
 
 def _decoded(
-    view: TierView, shape: WindowShape
+    history: History, shape: WindowShape
 ) -> tuple[Float[Tensor, "lanes heads all dim"], Float[Tensor, "lanes heads all dim"]]:
-    keys, values = view.codec.decode(view.packed, shape)
-    positions = view.code_positions[:, :, None] + torch.arange(shape.tokens, device=keys.device)
+    keys, values = history.codec.decode(history.packed, shape)
+    positions = history.code_positions[:, :, None] + torch.arange(shape.tokens, device=keys.device)
     # Empty slots have no position of their own; any valid one will do.
-    return _flat(view.rope.rotate(keys, positions.clamp(min=0)[:, :, None])), _flat(values)
+    return _flat(history.rope.rotate(keys, positions.clamp(min=0)[:, :, None])), _flat(values)
 
 
 def _window_mass(

@@ -7,100 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from views import SCALING, dense, make_view, random_query
 
-from qevict.codecs import MinMaxCodec, WindowShape
 from qevict.kernels import reference
 from qevict.kernels.reference import TierView, attend, prompt_mass, window_sums
-from qevict.rope import Rope
-
-SCALING = 0.3
-
-
-def make_view(
-    *,
-    lanes: int = 2,
-    heads: int = 2,
-    dim: int = 16,
-    window: int = 4,
-    full: int = 3,
-    codes: int = 3,
-    local: int = 9,
-    sinks: int = 2,
-    holes: bool = True,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> TierView:
-    """Random tiers. With holes some slots hold no window, and bytes that decode to NaN."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    def presence(slots: int) -> Tensor:
-        return torch.rand(lanes, slots, generator=generator) < (0.6 if holes else 2.0)
-
-    codec, rope = MinMaxCodec(4, 3), Rope(torch.rand(dim // 2 - 1, generator=generator))
-    slots = normal(lanes, full, 2, heads, window, dim)  # keys and values side by side, as in the arena
-    full_present, code_present = presence(full), presence(codes)
-    slots[~full_present] = torch.nan
-    packed = codec.encode(normal(lanes, codes, heads, window, dim), normal(lanes, codes, heads, window, dim))
-    packed[~code_present] = 255  # a scale of NaN
-    return TierView(
-        local_keys=normal(lanes, heads, local, dim),
-        local_values=normal(lanes, heads, local, dim),
-        full_keys=slots[:, :, 0],
-        full_values=slots[:, :, 1],
-        full_present=full_present,
-        packed=packed,
-        code_present=code_present,
-        code_positions=torch.randint(0, 500, (lanes, codes), generator=generator).masked_fill(~code_present, -7),
-        codec=codec,
-        rope=rope,
-        sinks=sinks,
-    )
-
-
-def dense(query: Tensor, view: TierView, lane: int) -> tuple[Tensor, Tensor]:
-    """Output `[heads, group, queries, dim]` and masses `[queries, columns]` of one lane, token by token in float64."""
-    heads, group, queries, dim = query.shape[1:]
-    window = view.full_keys.shape[3]
-    keys, values, column = [], [], []  # of every token that may be seen, in no particular order
-    slots, packed_slots, local = view.full_keys.shape[1], view.packed.shape[1], view.local_keys.shape[2]
-    for slot in range(slots):
-        if view.full_present[lane, slot]:
-            keys += view.full_keys[lane, slot].unbind(dim=1)
-            values += view.full_values[lane, slot].unbind(dim=1)
-            column += [slot] * window
-    for slot in range(packed_slots):
-        if view.code_present[lane, slot]:
-            unrotated, decoded = view.codec.decode(view.packed[lane, slot], WindowShape(heads, window, dim))
-            positions = view.code_positions[lane, slot] + torch.arange(window)
-            keys += view.rope.rotate(unrotated, positions).unbind(dim=1)
-            values += decoded.unbind(dim=1)
-            column += [slots + slot] * window
-    history = len(keys)
-    keys += view.local_keys[lane].unbind(dim=1)
-    values += view.local_values[lane].unbind(dim=1)
-    column += [-1 if t < view.sinks else slots + packed_slots + (t - view.sinks) // window for t in range(local)]
-
-    k, v = torch.stack(keys, dim=1).double(), torch.stack(values, dim=1).double()
-    output = torch.zeros(heads, group, queries, dim, dtype=torch.float64)
-    columns = slots + packed_slots + -(-max(0, local - view.sinks) // window)
-    mass = torch.zeros(queries, columns, dtype=torch.float64)
-    for j in range(queries):
-        seen = history + local - queries + j + 1
-        weights = (query[lane, :, :, j].double() @ k[:, :seen].mT * SCALING).softmax(dim=-1)
-        output[:, :, j] = weights @ v[:, :seen]
-        for token, share in enumerate(weights.mean(dim=(0, 1)).tolist()):
-            if column[token] >= 0:
-                mass[j, column[token]] += share
-    return output, mass
-
-
-def random_query(view: TierView, group: int, queries: int, seed: int = 1) -> Tensor:
-    lanes, heads, _, dim = view.local_keys.shape
-    generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.randn(lanes, heads, group, queries, dim, generator=generator)).to(view.local_keys.dtype)
 
 
 def check_against_dense(query: Tensor, view: TierView, count_last: int | None, tolerance: float = 1e-5) -> None:
@@ -154,7 +64,8 @@ def test_attend_is_dense_attention(
         window=window,
         full=full,
         codes=codes,
-        local=older + queries,
+        stored=older,
+        new=queries,
         sinks=min(sinks, older + queries),
         holes=holes,
         seed=seed,
@@ -164,24 +75,24 @@ def test_attend_is_dense_attention(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_lose_only_what_rounding_the_output_does(dtype: torch.dtype) -> None:
-    view = make_view(dtype=dtype)
+    view = make_view(dtype=dtype, new=3)
     check_against_dense(random_query(view, 2, 3), view, None, tolerance=1e-2)
 
 
 def test_masses_and_sinks_share_all_of_the_probability() -> None:
-    view = make_view(sinks=0)
+    view = make_view(sinks=0, new=3)
     _, mass = attend(random_query(view, 2, 3), view, SCALING)
     torch.testing.assert_close(mass.sum(dim=-1), torch.ones(2, 3))
-    absent = ~torch.cat([view.full_present, view.code_present], dim=1)
+    absent = ~torch.cat([view.history.full_present, view.history.code_present], dim=1)
     assert bool((mass[:, :, : absent.shape[1]].masked_select(absent[:, None]) == 0).all())
 
 
 def test_later_tokens_of_a_forward_are_not_seen() -> None:
-    view = make_view(local=9)
+    view = make_view(new=4)
     query = random_query(view, 2, 4)
     before = attend(query, view, SCALING).output
-    view.local_keys[:, :, -2:] = torch.nan
-    view.local_values[:, :, -2:] = 0.0
+    view.new_keys[:, :, -2:] = torch.nan
+    view.new_values[:, :, -2:] = 0.0
     after = attend(query, view, SCALING).output
     assert torch.equal(before[:, :, :, :2], after[:, :, :, :2])
     assert not torch.equal(before[:, :, :, 2:], after[:, :, :, 2:])
@@ -190,16 +101,16 @@ def test_later_tokens_of_a_forward_are_not_seen() -> None:
 @pytest.mark.parametrize("elements", [1, 150, 400])
 @pytest.mark.parametrize("count_last", [None, 1, 4, 99])
 def test_blocks_change_nothing(elements: int, count_last: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = make_view(lanes=1, local=20)
+    view = make_view(lanes=1, new=7)
     query = random_query(view, 2, 7)
     whole = attend(query, view, SCALING, count_last)
-    prompt = random_query(view, 2, 20)
-    whole_prompt = prompt_mass(prompt, view.local_keys, SCALING, count_last)
+    prompt, keys = torch.randn(1, 2, 2, 20, 16), torch.randn(1, 2, 20, 16)
+    whole_prompt = prompt_mass(prompt, keys, SCALING, count_last)
     monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", elements)
     output, mass = attend(query, view, SCALING, count_last)
     torch.testing.assert_close(output, whole.output, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mass, whole.mass, rtol=1e-6, atol=1e-6)
-    blockwise = prompt_mass(prompt, view.local_keys, SCALING, count_last)
+    blockwise = prompt_mass(prompt, keys, SCALING, count_last)
     torch.testing.assert_close(blockwise, whole_prompt, rtol=1e-6, atol=1e-6)
 
 
