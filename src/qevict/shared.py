@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
-import torch
 from torch import Tensor
 
 Parameters = ParamSpec("Parameters")

@@ -344,3 +344,25 @@ def test_more_data_may_lie_beside(base: Path, tmp_path: Path) -> None:
     save_data(tmp_path / "data" / "one.jsonl", rows=3)
     with pytest.raises(ValueError, match=r"data \(one.jsonl"):
         run(made, tmp_path / "out", engine, engine.tokenizer)
+
+
+def test_samples_of_all_tasks_come_in_turn(base: Path, tmp_path: Path) -> None:
+    """A run that is stopped early has something of every task."""
+    plan(base)  # which makes the files
+    data = [save_data(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", 3), ("b", 1), ("c", 2))]
+    made = plan(base, tasks=tuple(f"jsonl:{path}" for path in data))
+    names = [sample.task[-1] for sample in made.samples_of(made.find_tasks(), character_tokenizer())]
+    assert "".join(names) == "abcaca"
+
+
+def test_new_tokens_can_be_limited(base: Path, whole: list[dict[str, Any]], tmp_path: Path) -> None:
+    made = plan(base, new_tokens=2)
+    records = execute(made, tmp_path / "few")
+    assert {record["new_tokens"] for record in records} <= {1, 2}
+    full = {r["sample"]: r["prediction"] for r in whole if r["method"] == "full"}
+    assert all(full[r["sample"]].startswith(r["prediction"]) for r in records if r["method"] == "full")
+    assert execute(plan(base, new_tokens=600), tmp_path / "many")[0]["new_tokens"] == whole[0]["new_tokens"]
+    with pytest.raises(ValueError, match="new_tokens"):
+        execute(plan(base), tmp_path / "few")
+    with pytest.raises(ValueError, match="at least 1"):
+        plan(base, new_tokens=0)

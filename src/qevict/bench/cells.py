@@ -102,6 +102,8 @@ def build(
     budget = Budget(fraction=1.0) if cell.budget is None else Budget(fraction=cell.budget, scope=scope)
     try:
         made: Any = make_cache(model, cell.method, budget, max_new_tokens=new_tokens, store_dtype=store_dtype)
+        if isinstance(made, MethodCache):
+            made.keep_decoded()
         filled: MeasuredCache = trace.fill(made)
     except InfeasibleBudgetError as error:
         return Failure("infeasible", str(error))

@@ -68,8 +68,8 @@ class Run:
         budgets: fractions of full KV.
         samples: of each task, at most.
         length: of prompts, in tokens; see `Task.samples`.
-        new_tokens: at most so many are generated, whatever the tasks' own limits; None for these alone. Gold answers are
-            cut to it, too.
+        new_tokens: at most so many are generated, whatever the tasks' own limits; None for these alone. Gold answers
+            are cut to it, too.
         data: the folder of the benchmarks' data; see `find_tasks`.
     """
 

@@ -91,11 +91,13 @@ class TurboQuantCodec:
         *windows, heads, tokens, dim = keys.shape
         layout = self.layout(WindowShape(heads, tokens, dim))
         packed = torch.zeros(*windows, layout.nbytes, dtype=torch.uint8, device=keys.device)
-        arrays = layout.view(packed)
-        for kind, rows, bits in (("key", keys, self.key_bits), ("value", values, self.value_bits)):
-            codes, scales = self._quantize(rows.detach().float().clamp(-LIMIT, LIMIT), bits)
-            arrays[f"{kind}_codes"].copy_(pack(codes, bits))
-            arrays[f"{kind}_scale"].copy_(scales)
+        arrays, sides = layout.view(packed), {"key": keys, "value": values}
+        for bits, kinds in self._widths.items():
+            rows = torch.stack([sides[kind] for kind in kinds]).detach().float().clamp(-LIMIT, LIMIT)
+            codes, scales = self.quantize(rows, bits)
+            for kind, own_codes, own_scales in zip(kinds, pack(codes, bits), scales, strict=True):
+                arrays[f"{kind}_codes"].copy_(own_codes)
+                arrays[f"{kind}_scale"].copy_(own_scales)
         return packed
 
     def decode(
@@ -103,13 +105,22 @@ class TurboQuantCodec:
     ) -> tuple[Float32[Tensor, "*windows heads tokens dim"], Float32[Tensor, "*windows heads tokens dim"]]:
         """Keys and values of encoded windows of `shape`."""
         arrays = self.layout(shape).view(packed)
-        keys, values = (
-            self._dequantize(unpack(arrays[f"{kind}_codes"], bits, shape.head_dim), arrays[f"{kind}_scale"], bits)
-            for kind, bits in (("key", self.key_bits), ("value", self.value_bits))
-        )
-        return keys, values
+        sides: dict[str, Tensor] = {}
+        for bits, kinds in self._widths.items():
+            codes, scales = (torch.stack([arrays[f"{kind}_{name}"] for kind in kinds]) for name in ("codes", "scale"))
+            rows = self.dequantize(unpack(codes, bits, shape.head_dim), scales, bits)
+            sides.update(zip(kinds, rows, strict=True))
+        return sides["key"], sides["value"]
 
-    def _quantize(self, rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    @property
+    def _widths(self) -> dict[int, tuple[str, ...]]:
+        """What is coded in so many bits; what has the same width goes through the arithmetic together."""
+        if self.key_bits == self.value_bits:
+            return {self.key_bits: ("key", "value")}
+        return {self.key_bits: ("key",), self.value_bits: ("value",)}
+
+    def quantize(self, rows: Float32[Tensor, "*rows dim"], bits: int) -> tuple[Tensor, Tensor]:
+        """Codes `[*rows, dim]` (not packed) and scales `[*rows, blocks]` of rows within +-LIMIT."""
         codes, scales = [], []
         for x, size in zip(rows.split(block_sizes(rows.shape[-1]), dim=-1), block_sizes(rows.shape[-1]), strict=True):
             levels = torch.tensor(lloyd_max_levels(size, bits), device=rows.device)
@@ -122,7 +133,8 @@ class TurboQuantCodec:
             scales.append((norm / length).clamp(max=LIMIT))
         return torch.cat(codes, dim=-1), torch.cat(scales, dim=-1)
 
-    def _dequantize(self, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    def dequantize(self, codes: UInt8[Tensor, "*rows dim"], scales: Tensor, bits: int) -> Float32[Tensor, "*rows dim"]:
+        """What `quantize` made codes of."""
         sizes, rows = block_sizes(codes.shape[-1]), []
         for block, chosen in enumerate(codes.split(sizes, dim=-1)):
             levels = torch.tensor(lloyd_max_levels(sizes[block], bits), device=codes.device)

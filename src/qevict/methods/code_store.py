@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qevict.budget import MemoryReport
 from qevict.codecs import Codec, KiviCodec, MinMaxCodec, TurboQuantCodec, WindowLayout, WindowShape
+from qevict.methods.decoded import Decoded
 from qevict.methods.store import POSITION_BYTES, Block, Kept, RowStore, TokenBuffer, head_blocks
 from qevict.methods.trail import Trail
 from qevict.rope import Rope
@@ -152,9 +153,20 @@ class CodePlan:
     def bytes(self, heads: int, head_dim: int, dtype: torch.dtype, prompt: int) -> int:
         """Bytes that are reserved for a block of heads that keep `prompt` tokens each."""
         groups, exact = self.capacity(prompt)
-        positions = 0 if self.format.rotated else heads * TOKEN_POSITION_BYTES
-        coded = self.format.codec.layout(self.format.shape(heads, head_dim)).nbytes + positions * self.format.group
-        return groups * coded + exact * (2 * heads * head_dim * dtype.itemsize + positions) + 2 * POSITION_BYTES
+        coded = groups * self.group_bytes(heads, head_dim)
+        return coded + exact * self.exact_bytes(heads, head_dim, dtype) + 2 * POSITION_BYTES
+
+    def group_bytes(self, heads: int, head_dim: int) -> int:
+        """Bytes of a group in codes, its positions included where they are stored."""
+        codes = self.format.codec.layout(self.format.shape(heads, head_dim)).nbytes
+        return codes + self._position_bytes(heads) * self.format.group
+
+    def exact_bytes(self, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of an exact token, its position included where positions are stored."""
+        return 2 * heads * head_dim * dtype.itemsize + self._position_bytes(heads)
+
+    def _position_bytes(self, heads: int) -> int:
+        return 0 if self.format.rotated else heads * TOKEN_POSITION_BYTES
 
     def kept_bytes(self, kept: Kept, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of a layer's store that keeps the given tokens of the prompt."""
@@ -198,6 +210,7 @@ class CodeBlock:
         self.codes.append(self._encode(keys[:, :coded], values[:, :coded], 0))
         exact = tokens - coded
         self.tail = TokenBuffer(keys[:, coded:], values[:, coded:], max(0, self.room - exact), dtype)
+        self.decoded: Decoded | None = None
 
     @property
     def coded(self) -> int:
@@ -218,16 +231,8 @@ class CodeBlock:
 
     def tokens(self) -> Block:
         """All tokens, decoded."""
-        keys, values = self.plan.format.codec.decode(self.codes.rows, self.shape)
-        keys, values = (x.transpose(0, 1).flatten(1, 2) for x in (keys, values))
-        if self.positions is not None:
-            keys = self.rope.rotate(keys, self._positions(0, self.coded))
-        dtype = self.tail.keys.dtype
-        return Block(
-            self.heads,
-            torch.cat([keys.to(dtype), self.tail.keys], dim=1),
-            torch.cat([values.to(dtype), self.tail.values], dim=1),
-        )
+        decoded = self.decoded or Decoded(self.tail.keys.dtype)
+        return Block(self.heads, *decoded.tokens(self.coded, self._decode, (self.tail.keys, self.tail.values)))
 
     def memory(self) -> MemoryReport:
         """Bytes held. What a draft takes beyond the reserved room is workspace."""
@@ -241,8 +246,16 @@ class CodeBlock:
             parameters=self.codes.used * self.layout.parameter_bytes,
             position=numbers + positions[0],
             reserved=numbers + self.codes.reserved_bytes + positions[1] + self.tail.reserved_bytes - beyond,
-            workspace=beyond,
+            workspace=beyond + (0 if self.decoded is None else self.decoded.nbytes),
         )
+
+    def _decode(self, start: int) -> tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens dim"]]:
+        """Whole groups of tokens, of which the first is the block's token number `start`."""
+        keys, values = self.plan.format.codec.decode(self.codes.rows[start // self.shape.tokens :], self.shape)
+        keys, values = (x.transpose(0, 1).flatten(1, 2) for x in (keys, values))
+        if self.positions is not None:
+            keys = self.rope.rotate(keys, self._positions(start, self.coded))
+        return keys, values
 
     def _positions(self, start: int, stop: int) -> Int[Tensor, "heads tokens"]:
         assert self.positions is not None
@@ -308,6 +321,11 @@ class CodeStore(RowStore):
         """One block, or one for each head where they keep different numbers of tokens."""
         for part in self.parts:
             yield part.tokens()
+
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """From now on decode no code twice."""
+        for part in self.parts:
+            part.decoded = Decoded(part.tail.keys.dtype, dtype)
 
     def coded(self) -> list[int]:
         """Whole groups of each head."""

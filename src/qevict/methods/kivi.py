@@ -15,6 +15,7 @@ from qevict.codecs import WindowShape
 from qevict.codecs.kivi import KeyHalf, ValueHalf
 from qevict.methods.base import Allowance, Kind, LayerPrefill, Method, Properties
 from qevict.methods.code_store import Growing
+from qevict.methods.decoded import Decoded
 from qevict.methods.store import POSITION_BYTES, Block, RowStore
 
 
@@ -106,6 +107,7 @@ class Side:
         self._encode(tokens[:, :due])
         self.exact = Growing(self.room, (heads, dim), dtype, tokens.device)
         self.exact.append(tokens[:, due:].transpose(0, 1))
+        self.decoded: Decoded | None = None
 
     def _due(self, exact: int) -> int:
         """How many of so many exact tokens are to be encoded."""
@@ -124,9 +126,12 @@ class Side:
 
     def tokens(self) -> Float[Tensor, "heads tokens dim"]:
         """All of them, decoded."""
-        decoded = self.codec.decode(self.codes.rows, self.shape).transpose(0, 1).flatten(1, 2)
-        exact = self.exact.rows.transpose(0, 1)
-        return torch.cat([decoded.to(exact.dtype), exact], dim=1)
+        decoded = self.decoded or Decoded(self.exact.rows.dtype)
+        return decoded.tokens(self.codes.used * self.shape.tokens, self._decode, (self.exact.rows.transpose(0, 1),))[0]
+
+    def _decode(self, start: int) -> tuple[Float[Tensor, "heads tokens dim"]]:
+        codes = self.codes.rows[start // self.shape.tokens :]
+        return (self.codec.decode(codes, self.shape).transpose(0, 1).flatten(1, 2),)
 
     def memory(self) -> MemoryReport:
         """Bytes held. What a draft takes beyond the reserved room is workspace."""
@@ -138,7 +143,7 @@ class Side:
             parameters=self.codes.used * self.layout.parameter_bytes,
             position=2 * POSITION_BYTES,  # windows in codes, exact tokens
             reserved=2 * POSITION_BYTES + self.codes.reserved_bytes + self.exact.reserved_bytes - beyond,
-            workspace=beyond,
+            workspace=beyond + (0 if self.decoded is None else self.decoded.nbytes),
         )
 
 
@@ -172,6 +177,11 @@ class KIVIStore(RowStore):
     def blocks(self) -> Iterator[Block]:
         """All heads."""
         yield Block(slice(0, self.keys.shape.heads), self.keys.tokens(), self.values.tokens())
+
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """From now on decode no code twice."""
+        for side in (self.keys, self.values):
+            side.decoded = Decoded(side.exact.rows.dtype, dtype)
 
     def undo(self, count: int) -> None:
         """Remove the last `count` tokens."""

@@ -15,6 +15,7 @@ from qevict.budget import MemoryReport
 from qevict.codecs.packing import pack, packed_size, unpack
 from qevict.methods.base import Allowance, Described, Kind, LayerPrefill, Method, Properties
 from qevict.methods.code_store import Growing
+from qevict.methods.decoded import Decoded
 from qevict.methods.kvquant_calibration import (
     LIMIT,
     KVQuantCalibration,
@@ -178,6 +179,7 @@ class KVQuantStore(RowStore):
         self._encode(keys, prefill.values[:, sinks:])
         self.room = min(1, total)
         self.tail = TokenBuffer(prefill.keys[:, :0], prefill.values[:, :0], self.room, dtype)
+        self.decoded: Decoded | None = None
 
     @property
     def _growing(self) -> tuple[Growing, ...]:
@@ -212,16 +214,14 @@ class KVQuantStore(RowStore):
 
     def blocks(self) -> Iterator[Block]:
         """All heads."""
-        dtype, used = self.tail.keys.dtype, self.key_codes.used
-        start = self.first_position + self.sinks.used
-        positions = torch.arange(start, start + used, device=self.tail.keys.device)
-        keys = self.rope.rotate(self._heads(self._decode_keys()), positions)
-        values = self._heads(self._decode_values())
-        yield Block(
-            slice(0, self.heads),
-            torch.cat([self.sinks.keys, keys.to(dtype), self.tail.keys], dim=1),
-            torch.cat([self.sinks.values, values.to(dtype), self.tail.values], dim=1),
-        )
+        decoded = self.decoded or Decoded(self.tail.keys.dtype)
+        settled = self.sinks.used + self.key_codes.used
+        exact = self.tail.keys, self.tail.values
+        yield Block(slice(0, self.heads), *decoded.tokens(settled, self._settled_tokens, exact))
+
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """From now on decode no code twice."""
+        self.decoded = Decoded(self.tail.keys.dtype, dtype)
 
     def undo(self, count: int) -> None:
         """Remove the last `count` tokens."""
@@ -243,7 +243,7 @@ class KVQuantStore(RowStore):
             parameters=sum(each.used_bytes for each in self._growing) - codes + self.statistics.nbytes,
             position=numbers,
             reserved=reserved + numbers + self.statistics.nbytes,
-            workspace=beyond,
+            workspace=beyond + (0 if self.decoded is None else self.decoded.nbytes),
         )
 
     def copy(self) -> KVQuantStore:
@@ -283,16 +283,29 @@ class KVQuantStore(RowStore):
         codes = unpack(packed, self.method.bits, self.heads * self.dim)
         return levels[1].index_select(0, codes.int().flatten()).view(codes.shape)
 
-    def _decode_keys(self) -> Float[Tensor, "tokens channels"]:
+    def _settled_tokens(self, start: int) -> tuple[Float[Tensor, "heads more dim"], Float[Tensor, "heads more dim"]]:
+        """Sinks and tokens in codes, from the given one on."""
+        first = max(0, start - self.sinks.used)
+        place = self.first_position + self.sinks.used
+        positions = torch.arange(place + first, place + self.key_codes.used, device=self.tail.keys.device)
+        keys = self.rope.rotate(self._heads(self._decode_keys(first)), positions)
+        values = self._heads(self._decode_values(first))
+        return (
+            torch.cat([self.sinks.keys[:, start:].float(), keys], dim=1),
+            torch.cat([self.sinks.values[:, start:].float(), values], dim=1),
+        )
+
+    def _decode_keys(self, first: int = 0) -> Float[Tensor, "tokens channels"]:
         lower, upper = self.statistics.lower, self.statistics.upper
-        rows = self._units(self.key_codes.rows, self.statistics.key_levels) * ((upper - lower) / 2)
+        rows = self._units(self.key_codes.rows[first:], self.statistics.key_levels) * ((upper - lower) / 2)
         rows = (rows + (upper + lower) / 2).clamp(-LIMIT, LIMIT)
-        token = torch.repeat_interleave(self.key_counts.rows.long())
-        rows[token, self.key_channels.rows.long()] = self.key_outliers.rows.float()
+        token = torch.repeat_interleave(self.key_counts.rows[first:].long())
+        own = slice(self.key_outliers.used - len(token), None)
+        rows[token, self.key_channels.rows[own].long()] = self.key_outliers.rows[own].float()
         return rows
 
-    def _decode_values(self) -> Float[Tensor, "tokens channels"]:
-        lower, upper = self.value_ranges.rows.float().split(1, dim=1)
-        rows = self._units(self.value_codes.rows, self.statistics.value_levels) * ((upper - lower) / 2)
+    def _decode_values(self, first: int = 0) -> Float[Tensor, "tokens channels"]:
+        lower, upper = self.value_ranges.rows[first:].float().split(1, dim=1)
+        rows = self._units(self.value_codes.rows[first:], self.statistics.value_levels) * ((upper - lower) / 2)
         rows = (rows + (upper + lower) / 2).clamp(-LIMIT, LIMIT)
-        return rows.scatter(1, self.value_channels.rows.long(), self.value_outliers.rows.float())
+        return rows.scatter(1, self.value_channels.rows[first:].long(), self.value_outliers.rows[first:].float())

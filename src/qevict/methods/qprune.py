@@ -102,16 +102,18 @@ class QPrune(Method):
         """What the selector keeps of as many tokens as fit."""
         assert allowance.bytes is not None
         room = allowance.bytes - POSITION_BYTES  # the row's first position
-        heads, dim = prefills[0].keys.shape[0], allowance.geometry.head_dim
-        counts = range(prefills[0].tokens, 0, -1)
-        tokens = next((n for n in counts if plan.bytes(heads, dim, allowance.dtype, n) <= room), 0)
+        heads, dim, dtype = prefills[0].keys.shape[0], allowance.geometry.head_dim, allowance.dtype
+        # n tokens fewer save at most a group of codes and n exact tokens.
+        group, exact = plan.group_bytes(heads, dim), plan.exact_bytes(heads, dim, dtype)
+        tokens = prefills[0].tokens
+        while tokens and (excess := plan.bytes(heads, dim, dtype, tokens) - room) > 0:
+            tokens = max(0, tokens - max(1, (excess - group) // exact))
         while True:
             chosen = self.selector.select(prefills, tokens)
-            excess = sum(plan.kept_bytes(kept, dim, allowance.dtype) - room for kept in chosen)
+            excess = sum(plan.kept_bytes(kept, dim, dtype) - room for kept in chosen)
             if excess <= 0:
                 return chosen
-            # An exact token is the most that one token fewer can save.
-            tokens -= max(1, excess // (len(prefills) * allowance.token_bytes))
+            tokens -= max(1, excess // (len(prefills) * exact))
 
 
 def parse(spec: str, selectors: Mapping[str, Selector]) -> QPrune:

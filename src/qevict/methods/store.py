@@ -57,7 +57,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def blocks(self) -> Iterator[Block]:
-        """Everything that attention reaches, every head in exactly one block."""
+        """Everything that attention reaches, every head in exactly one block, in the order of the heads."""
 
     @abstractmethod
     def undo(self, count: int) -> None:
@@ -66,6 +66,9 @@ class RowStore(ABC):
     @abstractmethod
     def memory(self) -> MemoryReport:
         """Bytes held: Eq. 8's terms and `reserved`, without the row's first position."""
+
+    def keep_decoded(self, dtype: torch.dtype) -> None:  # noqa: B027  (exact stores have nothing to do)
+        """From now on hold what codes decode to, in `dtype`, as workspace, and decode none of them twice."""
 
     def coded(self) -> list[int]:
         """How many tokens of each head, the first ones that it holds, are in codes; empty where none ever are."""
@@ -88,16 +91,21 @@ class RowStore(ABC):
         self.fresh = keys.shape[1]
         if self.trail is not None:
             self.trail.append(self.fresh)
-        output = torch.empty_like(query)
-        for block in self.blocks():
-            if not self.observes:
-                output[block.heads] = _attend(query[block.heads], block, scaling)
-                continue
-            for start in range(0, query.shape[2], _OBSERVED):
-                some = slice(start, start + _OBSERVED)
-                output[block.heads, :, some], weights = _attend_observed(query[block.heads], some, block, scaling)
-                self.observe(block.heads, weights)
-        return output
+        # Every block by itself, in the order of its heads.
+        outputs = [self._attend_block(query[block.heads], block, scaling) for block in self.blocks()]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_block(
+        self, query: Float[Tensor, "heads group new dim"], block: Block, scaling: float
+    ) -> Float[Tensor, "heads group new dim"]:
+        if not self.observes:
+            return _attend(query, block, scaling)
+        outputs = []
+        for start in range(0, query.shape[2], _OBSERVED):
+            output, weights = _attend_observed(query, slice(start, start + _OBSERVED), block, scaling)
+            outputs.append(output)
+            self.observe(block.heads, weights)
+        return torch.cat(outputs, dim=2)
 
     def copy(self) -> RowStore:
         """An independent copy."""
@@ -208,10 +216,12 @@ class TokenBuffer:
 
     def take(self, index: Int[Tensor, "heads kept"]) -> None:
         """Keep the given tokens of each head, in the given order."""
-        chosen = index[None, :, :, None].expand(2, -1, -1, self._storage.shape[3])
-        rest = self._storage.gather(2, chosen)
+        # Whole tokens are copied by their place among the storage's rows, many times faster than gathering elements.
+        first = torch.arange(2 * len(index), device=index.device) * self.capacity
+        rows = (first.view(2, -1, 1) + index).flatten()
+        rest = self._storage.flatten(0, 2).index_select(0, rows)
         self.used = index.shape[1]
-        self._storage[:, :, : self.used] = rest
+        self._storage[:, :, : self.used] = rest.view(*self._storage.shape[:2], self.used, -1)
 
 
 class ExactStore(RowStore):

@@ -14,6 +14,7 @@ from qevict.budget import MemoryReport
 from qevict.codecs import MinMaxCodec, WindowShape
 from qevict.codecs.packing import pack, unpack
 from qevict.methods.base import Allowance, Kind, LayerPrefill, Method, Properties
+from qevict.methods.decoded import Decoded
 from qevict.methods.store import POSITION_BYTES, Block, RowStore, TokenBuffer
 
 LIMIT = 65504.0
@@ -211,6 +212,7 @@ class ZipStore(RowStore):
         self.zipped = Zipped(prefill.keys, prefill.values, salient, method.codecs)
         self.room = method.interval if growth is None else min(growth, method.interval)
         self.tail = TokenBuffer(prefill.keys[:, :0], prefill.values[:, :0], self.room, dtype)
+        self.decoded: Decoded | None = None
         self.weights: list[Tensor] = []
         """Attention of the last forward's queries to the exact tokens, `[heads, queries, exact]`, where it matters."""
 
@@ -230,6 +232,8 @@ class ZipStore(RowStore):
         keys = torch.cat([keys, self.tail.keys[:, :count].float()], dim=1)
         values = torch.cat([values, self.tail.values[:, :count].float()], dim=1)
         self.zipped = Zipped(keys, values, salient, self.method.codecs)
+        if self.decoded is not None:
+            self.decoded.forget()
         self.tail.drop_first(count)
 
     def append(self, keys: Float[Tensor, "heads new dim"], values: Float[Tensor, "heads new dim"]) -> None:
@@ -243,13 +247,14 @@ class ZipStore(RowStore):
 
     def blocks(self) -> Iterator[Block]:
         """All heads."""
-        keys, values = self.zipped.decode()
-        dtype = self.tail.keys.dtype
-        yield Block(
-            slice(0, self.zipped.heads),
-            torch.cat([keys.to(dtype), self.tail.keys], dim=1),
-            torch.cat([values.to(dtype), self.tail.values], dim=1),
-        )
+        decoded = self.decoded or Decoded(self.tail.keys.dtype)
+        exact = self.tail.keys, self.tail.values
+        tokens = decoded.tokens(self.zipped.tokens, lambda start: self.zipped.decode(), exact)
+        yield Block(slice(0, self.zipped.heads), *tokens)
+
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """From now on decode no code twice, unless it was made anew."""
+        self.decoded = Decoded(self.tail.keys.dtype, dtype)
 
     def undo(self, count: int) -> None:
         """Remove the last `count` tokens."""
@@ -269,5 +274,5 @@ class ZipStore(RowStore):
             position=2 * POSITION_BYTES,  # tokens in codes, exact tokens
             ledger=waiting,
             reserved=2 * POSITION_BYTES + self.tail.reserved_bytes - beyond + waiting,
-            workspace=beyond,
+            workspace=beyond + (0 if self.decoded is None else self.decoded.nbytes),
         )
