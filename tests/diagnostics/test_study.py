@@ -11,10 +11,11 @@ import pytest
 from tiny_study import PREFILL, STEPS, Words, article, tight
 from typer.testing import CliRunner
 
+from qevict.bench.results import RECORDS
 from qevict.bench.runner import ModelSpec
 from qevict.cli import app
-from qevict.diagnostics import commands
-from qevict.diagnostics.ablations import Ablation, carry_out
+from qevict.diagnostics import ablations, commands
+from qevict.diagnostics.ablations import Ablation, carry_out, table
 from qevict.diagnostics.articles import articles, from_files
 from qevict.diagnostics.conditions import one_way
 from qevict.diagnostics.intervals import estimate, paired
@@ -141,7 +142,7 @@ def test_ablations_vary_one_setting() -> None:
     assert [one.config.score_steps for one in Ablation("score-steps", "qevict").variants()] == ["every", "event"]
     for wrong in ({"name": "colour"}, {"name": "bits", "measures": ("taste",)}):
         with pytest.raises(ValueError, match="there are"):
-            Ablation(**wrong)  # type: ignore[arg-type]
+            Ablation(**wrong)
     with pytest.raises(ValueError, match="starts from"):
         Ablation("bits", base="snapkv").variants()
 
@@ -156,6 +157,40 @@ def test_an_ablation_has_a_row_for_each_value_and_is_taken_up_again(
     table = carry_out(plan, model, Words(), ModelSpec("tiny"), tmp_path / "out")
     assert table.columns == ("bits", "KL, prose", "KL, copy")
     assert [row[0] for row in table.rows] == ["bits=2, 50 %", "bits=4, 50 %"]
-    assert all(float(cell) > 0 for row in table.rows for cell in row[1:])
+    assert all(float(cell.split()[0]) > 0 for row in table.rows for cell in row[1:])
     monkeypatch.setattr(type(model), "forward", lambda *args, **settings: pytest.fail("a forward was run"))
     assert carry_out(plan, model, Words(), ModelSpec("tiny"), tmp_path / "out") == table
+
+
+def test_an_ablation_runs_tasks_of_the_length_and_answers_asked_for(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr(ablations, "run", lambda plan, *rest: ran.append(plan))
+    given: dict[str, Any] = {"samples": 3, "length": 300, "new_tokens": 7, "seed": 2}
+    plan = Ablation("bits", measures=("ruler", "longbench"), **given)
+    carry_out(plan, model, Words(), ModelSpec("tiny"), tmp_path)
+    assert [one.tasks[0] for one in ran] == ["ruler", "longbench/narrativeqa"]
+    assert all(getattr(one, name) == value for one in ran for name, value in given.items())
+
+
+def test_variants_are_compared_on_the_samples_that_both_have(tmp_path: Path) -> None:
+    def record(value: int, sample: str, score: float | None) -> str:
+        fields = {"task": "ruler/vt", "sample": sample, "document": sample, "gold_nll": None, "score": score}
+        ok = {"status": "infeasible" if score is None else "ok", "method": f"qevict-window_size={value}", "budget": 0.1}
+        return json.dumps(fields | ok)
+
+    scores: dict[tuple[int, str], float | None] = {
+        (4, "a"): 0.3, (4, "b"): 0.5, (8, "a"): 0.2, (8, "b"): 0.2, (16, "a"): 0.9, (32, "a"): None,
+    }  # fmt: skip
+    (tmp_path / "ruler").mkdir()
+    lines = [record(value, sample, score) for (value, sample), score in scores.items()]
+    (tmp_path / "ruler" / RECORDS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    made = table(Ablation("window", budgets=(0.1, 0.2), measures=("ruler",)), tmp_path)
+    assert "difference from window_size=8" in made.title
+    cells = {row[0]: row[1] for row in made.rows}
+    assert cells["window_size=8, 10 %"] == "20.0 ± 0.0"
+    assert cells["window_size=4, 10 %"] == "40.0 (+20.0 ± 10.0)", "+10 and +30"
+    assert cells["window_size=16, 10 %"] == "90.0 (+70.0)", "on the sample that both have"
+    assert cells["window_size=32, 10 %"] == "infeasible"
+    assert cells["window_size=8, 20 %"] == "–", "not measured"

@@ -7,23 +7,22 @@ runs them at 5 % of full KV on four LongBench tasks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qevict.bench import fidelity
 from qevict.bench.corpora import Wanted
 from qevict.bench.fidelity import Fidelity
-from qevict.bench.fidelity_summary import summarise
 from qevict.bench.results import read_records
 from qevict.bench.runner import LocalEngine, ModelSpec, Run, run
 from qevict.diagnostics.tables import Table
 from qevict.methods.qevict import QEvict
 from qevict.methods.registry import get_method
-from qevict.report.statistics import Values, clustered_mean
+from qevict.report.statistics import Mean, Values, clustered_mean
 
 SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "window": ("window_size", (4, 8, 16, 32)),  # table 11
@@ -53,6 +52,7 @@ class Ablation:
         measures: of FIDELITY, RULER and LONGBENCH.
         texts, prompt, forced: of the fidelity measure: how many, and how many tokens before and after compression.
         samples, length: of each task, and tokens of RULER's prompts (LongBench's are cut to it).
+        new_tokens: at most so many are generated, whatever a task's own limit; None for that alone.
         data: folder of the benchmarks' data.
     """
 
@@ -65,6 +65,7 @@ class Ablation:
     forced: int = 128
     samples: int = 5
     length: int = 1024
+    new_tokens: int | None = None
     seed: int = 0
     data: Path | None = None
 
@@ -80,11 +81,22 @@ class Ablation:
         Raises:
             ValueError: if the base is not QEvict.
         """
+        field, values = SETTINGS[self.name]
+        return [replace(self._base.with_settings(**{field: value}), preset=f"{field}={value}") for value in values]
+
+    @property
+    def compared_with(self) -> str:
+        """Label of the variant that has the base's own value, or of the first one where none has."""
+        field, values = SETTINGS[self.name]
+        own = getattr(self._base.config, field)
+        return self.variants()[values.index(own) if own in values else 0].label
+
+    @property
+    def _base(self) -> QEvict:
         base = get_method(self.base)
         if not isinstance(base, QEvict):
             raise ValueError(f"an ablation starts from qevict or qevict-paper, not from {self.base}")
-        field, values = SETTINGS[self.name]
-        return [replace(base.with_settings(**{field: value}), preset=f"{field}={value}") for value in values]
+        return base
 
 
 def carry_out(
@@ -114,9 +126,10 @@ def carry_out(
                 methods,
                 ablation.budgets,
                 spec,
-                ablation.samples,
-                ablation.length,
-                ablation.seed,
+                samples=ablation.samples,
+                length=ablation.length,
+                new_tokens=ablation.new_tokens,
+                seed=ablation.seed,
                 data=ablation.data,
             )
             engine = LocalEngine(model, tokenizer)
@@ -124,53 +137,85 @@ def carry_out(
     return table(ablation, out)
 
 
+class _Point(NamedTuple):
+    document: str
+    value: float
+
+
+_Samples = dict[str, _Point]
+_Column = dict[tuple[str, float], _Samples]
+"""Values by method and budget, then by sample."""
+
+
 def table(ablation: Ablation, out: Path) -> Table:
-    """One row for each value and budget, one column for each measure; standard errors between documents."""
-    labels = [method.label for method in ablation.variants()]
-    columns: dict[str, dict[tuple[str, float], str]] = {}
-    if FIDELITY in ablation.measures:
-        for row in summarise(read_records(out / FIDELITY)):
-            if row.kl is not None and row.budget is not None:
-                corpus = row.corpus.removeprefix(fidelity.PREFIX)
-                columns.setdefault(f"KL, {corpus}", {})[row.method, row.budget] = _cell(*row.kl)
-    for measure in (RULER, LONGBENCH):
-        if measure in ablation.measures:
-            columns |= _scores(measure, read_records(out / measure))
-    rows = [
-        (
-            f"{label.removeprefix('qevict-')}, {100 * budget:g} %",
-            *(cells.get((label, budget), "–") for cells in columns.values()),
-        )
-        for budget in ablation.budgets
-        for label in labels
-    ]
-    title = f"{ablation.name}, from {ablation.base}"
+    """One row for each value and budget, one column for each measure.
+
+    The row of the base's own value has a mean and its standard error between documents; every other row has a mean and,
+    in brackets, its difference from that one on the samples that both have, with the standard error of the difference.
+    """
+    columns, failed = dict[str, _Column](), dict[tuple[str, float], str]()
+    for measure in ablation.measures:
+        records = [record for record in read_records(out / measure) if record["budget"] is not None]
+        failed |= {(record["method"], record["budget"]): record["status"] for record in records}
+        for title, samples in _columns(measure, records).items():
+            columns[title] = samples
+    compared = ablation.compared_with
+    rows = []
+    for budget in ablation.budgets:
+        for label in (method.label for method in ablation.variants()):
+            cells = [
+                _cell(column.get((label, budget)), {} if label == compared else column.get((compared, budget), {}))
+                or failed.get((label, budget), "–")
+                for column in columns.values()
+            ]
+            rows.append((f"{label.removeprefix('qevict-')}, {100 * budget:g} %", *cells))
+    title = f"{ablation.name}, from {ablation.base}; in brackets: difference from {compared.removeprefix('qevict-')}"
     return Table(f"Ablation: {title}", (ablation.name, *columns), rows)
 
 
-def _scores(measure: str, records: Iterable[Mapping[str, Any]]) -> dict[str, dict[tuple[str, float], str]]:
-    """Scores in per cent: RULER's mean over tasks in one column, LongBench's tasks in one each; gold NLL beside."""
-    found: dict[str, dict[tuple[str, float], list[Mapping[str, Any]]]] = {}
+def _columns(measure: str, records: Iterable[Mapping[str, Any]]) -> dict[str, _Column]:
+    """Mean KL of a text behind its first step; scores in per cent and the gold answers' NLL, of RULER's tasks in one
+    column, of LongBench's in one each."""
+    columns: dict[str, _Column] = {}
     for record in records:
-        if record["status"] == "ok" and record["budget"] is not None:
-            name = record["task"] if measure == LONGBENCH else RULER
-            found.setdefault(name, {}).setdefault((record["method"], record["budget"]), []).append(record)
-    columns = {}
-    for name, cells in found.items():
-        for field, title, scale in (("score", f"{name}, %", 100.0), ("gold_nll", f"{name}, gold NLL", 1.0)):
-            columns[title] = {key: _mean(rows, field, scale) for key, rows in cells.items()}
+        if record["status"] != "ok":
+            continue
+        task = record["task"]
+        if measure == FIDELITY:
+            later = record["kl"][1:]
+            values = {f"KL, {task.removeprefix(fidelity.PREFIX)}": math.fsum(later) / len(later) if later else None}
+        else:
+            name, score = RULER if measure == RULER else task, record["score"]
+            values = {
+                f"{name}, %": None if score is None else 100 * score,
+                f"{name}, gold NLL": record["gold_nll"],
+            }
+        for title, value in values.items():
+            if value is not None:
+                cell = columns.setdefault(title, {}).setdefault((record["method"], record["budget"]), {})
+                cell[f"{task}/{record['sample']}"] = _Point(f"{task}/{record['document']}", value)
     return columns
 
 
-def _mean(records: Sequence[Mapping[str, Any]], field: str, scale: float) -> str:
-    known = [record for record in records if record[field] is not None]
-    if not known:
-        return "–"
-    documents = [f"{record['task']}/{record['document']}" for record in known]
-    mean = clustered_mean(Values([scale * record[field] for record in known], documents))
-    return _cell(mean.value, mean.error)
+def _cell(samples: _Samples | None, compared: _Samples) -> str:
+    if not samples:
+        return ""
+    mean = _mean(samples)
+    digits = 1 if abs(mean.value) >= 10 else 3
+    shared = {
+        name: _Point(document, value - compared[name].value)
+        for name, (document, value) in samples.items()
+        if name in compared
+    }
+    if not shared:
+        return f"{mean.value:.{digits}f}" + _error(mean, digits)
+    change = _mean(shared)
+    return f"{mean.value:.{digits}f} ({change.value:+.{digits}f}{_error(change, digits)})"
 
 
-def _cell(value: float, error: float) -> str:
-    digits = 1 if abs(value) >= 10 else 3
-    return f"{value:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
+def _mean(samples: _Samples) -> Mean:
+    return clustered_mean(Values([one.value for one in samples.values()], [one.document for one in samples.values()]))
+
+
+def _error(mean: Mean, digits: int) -> str:
+    return "" if math.isnan(mean.error) else f" ± {mean.error:.{digits}f}"

@@ -111,6 +111,9 @@ def ablate(
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens of them that are compressed.")] = 1024,
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Samples of each task, at most.")] = 5,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a task's prompt.")] = 1024,
+    new_tokens: Annotated[
+        int | None, typer.Option("--new-tokens", min=1, help="Most tokens generated, whatever a task's own limit.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Decides texts and samples.")] = 0,
     data: DataOption = None,
 ) -> None:
@@ -129,6 +132,7 @@ def ablate(
             prompt=prompt,
             samples=samples,
             length=length,
+            new_tokens=new_tokens,
             seed=seed,
             data=data,
         )
