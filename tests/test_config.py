@@ -69,7 +69,7 @@ def unchecked() -> Iterator[None]:
         ("budget", 0.0, "budget fraction is 0.0; it has to be above 0 and at most 1"),
         ("budget", 1.5, "budget fraction is 1.5; it has to be above 0 and at most 1"),
         ("budget", float("nan"), "budget fraction is nan; it has to be above 0 and at most 1"),
-        ("codec", "zip", "unknown codec 'zip': the known ones are kivi, minmax, turboquant; or pass a Codec"),
+        ("codec", "zip", "unknown codec 'zip': the known ones are allotted, kivi, minmax, turboquant; or pass a Codec"),
         ("bits", 5, "key_bits of the minmax codec is one of 2, 3, 4, 8, not 5"),
         ("ranking", "h2o", "ranking is 'h2o'; known are cumulative, decayed, p-norm, key-norm, or give a function"),
     ],

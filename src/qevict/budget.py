@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qevict.codecs import WindowShape
+from qevict.codecs import PromptCodec, WindowShape
 from qevict.config import Budget, QEvictConfig
 from qevict.geometry import KVGeometry
 
@@ -60,11 +60,13 @@ class TierPlan:
     full_capacity: int
     code_capacity: int
     arena_bytes: int
+    fitted_bytes: int = 0
 
     @property
     def history_bytes(self) -> int:
         """B_hist: what the charged part of the protected region leaves of the budget."""
-        return self.budget_bytes - protected_bytes(self.charged_tokens, self.sink_tokens, self.token_bytes, self.window)
+        cost = protected_bytes(self.charged_tokens, self.sink_tokens, self.token_bytes, self.window)
+        return self.budget_bytes - cost - self.fitted_bytes
 
     @property
     def window(self) -> int:
@@ -80,6 +82,7 @@ class TierPlan:
             + self.recent_windows * SCORE_BYTES
             + (self.max_full + self.max_codes) * SLOT_BYTES
             + self.arena_bytes
+            + self.fitted_bytes
         )
 
 
@@ -122,7 +125,10 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, p
         charged = slots
     if tokens is not None and tokens <= charged:
         slots = charged = tokens
-    cost = protected_bytes(charged, config.sink_tokens, token_bytes, window)
+    codec, shape = config.codec_object(), WindowShape(heads, window, geometry.head_dim)
+    quantizes = tokens is None or tokens > slots
+    fitted = codec.fitted_bytes(shape) if isinstance(codec, PromptCodec) and quantizes else 0
+    cost = protected_bytes(charged, config.sink_tokens, token_bytes, window) + fitted
     if cost > budget:
         scale = geometry.layers * lanes
         raise InfeasibleBudgetError(
@@ -133,7 +139,7 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, p
 
     history = budget - cost
     full_bytes = window * token_bytes
-    code_bytes = config.codec_object().layout(WindowShape(heads, window, geometry.head_dim)).nbytes
+    code_bytes = codec.layout(shape).nbytes
     q = config.quantized_fraction
     full_capacity = int((1 - q) * history / (full_bytes + SLOT_BYTES))
     code_capacity = int(q * history / (code_bytes + SLOT_BYTES))
@@ -166,6 +172,7 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, p
         full_capacity=full_capacity,
         code_capacity=code_capacity,
         arena_bytes=arena,
+        fitted_bytes=fitted,
     )
 
 

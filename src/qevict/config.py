@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from qevict.codecs import Codec, get_codec
+from qevict.codecs import Codec, PromptCodec, get_codec
 from qevict.ranking import Ranking, get_ranking
 
 PaperTask = Literal["default", "longbench", "ruler", "gsm8k", "diagnostics"]
@@ -101,8 +101,8 @@ class QEvictConfig:
         quantized_fraction: share of the history bytes that codes may take (q of Eq. 3). 0 is two-tier eviction.
         allocation: how the history bytes are divided. "coverage" keeps as many windows as possible, in full precision
             while bytes are left, codes taking at most the share q; "split" is Eq. 3 to the letter.
-        codec: name of a codec, or a `Codec`.
-        bits: bits of a code; only for a codec given by name.
+        codec: name of a codec, with its bits if they differ ("allotted:2.5+3"), a `Codec` or a `PromptCodec`.
+        bits: bits of a code; only for a codec given by a name that does not say them.
         ranking: name of a ranking, a `Ranking`, or a function `(state, mass) -> state`.
         granularity: "layer" ranks a window once a layer (the paper), "kv_head" once for each KV head.
         prompt_queries: which prompt queries initialise the scores: "all" (the paper) or the last n.
@@ -126,7 +126,7 @@ class QEvictConfig:
     recent_tokens: int | float = 32
     quantized_fraction: float = 1.0
     allocation: Literal["coverage", "split"] = "coverage"
-    codec: str | Codec = "minmax"
+    codec: str | Codec | PromptCodec = "minmax"
     bits: int = 4
     ranking: str | Ranking | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = "cumulative"
     granularity: Literal["layer", "kv_head"] = "layer"
@@ -218,7 +218,7 @@ class QEvictConfig:
         """The routing interval in tokens (R)."""
         return self.window_size if self.routing_interval is None else self.routing_interval
 
-    def codec_object(self) -> Codec:
+    def codec_object(self) -> Codec | PromptCodec:
         """The codec that windows are quantized with."""
         return get_codec(self.codec, self.bits) if isinstance(self.codec, str) else self.codec
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qevict.arena import EMPTY, Arena, dormant
-from qevict.codecs import Codec, WindowShape
+from qevict.codecs import Codec, FittedCodec, WindowShape
 from qevict.rope import Rope
 from qevict.routing import EVICTED, FULL, QUANTIZED, Candidates
 
@@ -145,7 +145,7 @@ class _Source:
         lane, slot = _where((column >= 0) & (column < self.first_code))
         data[lane, slot] = self.arena.full_slots()[lane, column[lane, slot]]
         lane, slot = _where((column >= self.first_code) & (column < self.first_aged))
-        keys, values = self.codec.decode(self.code_slots[lane, column[lane, slot] - self.first_code], self.shape)
+        keys, values = self._codec(lane).decode(self.code_slots[lane, column[lane, slot] - self.first_code], self.shape)
         keys = self.rope.rotate(keys, self._positions(window[lane, slot], lane))
         data[lane, slot] = torch.stack([keys, values], dim=1).to(data.dtype)
         lane, slot = _where(column >= self.first_aged)
@@ -178,7 +178,11 @@ class _Source:
         return self.aged.keys[lane, index].to(self.arena.dtype), self.aged.values[lane, index].to(self.arena.dtype)
 
     def _encoded(self, window: Tensor, lane: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return self.codec.encode(self.rope.unrotate(keys, self._positions(window, lane)), values)
+        return self._codec(lane).encode(self.rope.unrotate(keys, self._positions(window, lane)), values)
+
+    def _codec(self, lane: Int[Tensor, " chosen"]) -> Codec:
+        """What encodes windows of these lanes, one of each."""
+        return self.codec.take(lane) if isinstance(self.codec, FittedCodec) else self.codec
 
     def _positions(self, window: Int[Tensor, " chosen"], lane: Int[Tensor, " chosen"]) -> Tensor:
         """Positions `[chosen, 1, tokens]` of the windows' tokens."""

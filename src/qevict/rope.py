@@ -109,6 +109,14 @@ class Rope:
         squared = cos * cos + sin * sin
         return self._turn(keys, cos / squared, -sin / squared)
 
+    def paired_mean(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        """Both channels of a pair take the mean of the two; the others stay."""
+        mean = x.clone()
+        first, second = self._pairs(x)
+        for part in self._pairs(mean):
+            part.copy_((first + second) / 2)
+        return mean
+
     def _rows(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         # the model's own order of operations: angles and scaling in float32, then the rounding
         angles = torch.arange(start, stop, device=device).float()[:, None] * self.inv_freq.to(device)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qevict.arena import Arena
 from qevict.budget import SCORE_BYTES, SLOT_BYTES, MemoryReport, TierPlan
-from qevict.codecs import WindowShape
+from qevict.codecs import Codec, FittedCodec, PromptCodec, WindowShape
 from qevict.config import QEvictConfig
 from qevict.kernels.reference import History, TierView, prompt_mass, window_sums
 from qevict.migration import Aged, Moves, candidates, carry_out
@@ -105,7 +105,9 @@ class TierStore:
     ) -> None:
         device = first_position.device
         self.plan, self.config, self.rope, self.first_position = plan, config, rope, first_position
-        self.codec, self.ranking = config.codec_object(), config.ranking_object()
+        self.ranking = config.ranking_object()
+        codec = config.codec_object()
+        self.codec: Codec | None = None if isinstance(codec, PromptCodec) else codec  # None: not fitted yet
         self.shape = WindowShape(heads, plan.window, head_dim)
         self.arena = Arena(plan, lanes, heads, head_dim, dtype, device)
         protected = (lanes, heads, plan.protected_slots, head_dim)
@@ -149,6 +151,7 @@ class TierStore:
             codes = slice(self.plan.max_codes - arena.code_used, None)
             full = arena.full_slots()[:, : arena.full_used]
             window = arena.codes.window[:, codes].long()
+            assert self.codec is not None  # fitted at the first event
             self._history = History(
                 full_keys=full[:, :, 0],
                 full_values=full[:, :, 1],
@@ -220,6 +223,7 @@ class TierStore:
         if pending.keys is not None and pending.values is not None:
             keys, values = _joined(keys, pending.keys), _joined(values, pending.values)
         if due:
+            self._fit(keys, pending.prompt)
             self._route(keys, values, mass)
             return
         self._add_mass(mass)
@@ -250,6 +254,8 @@ class TierStore:
         for name in ("keys", "values", "recent_state", "recent_mass", "first_position"):
             setattr(other, name, getattr(self, name)[lanes])
         other.arena, other._history = self.arena.take(lanes), None
+        if isinstance(self.codec, FittedCodec):
+            other.codec = self.codec.take(lanes)
         other.moves = [self.moves[lane] for lane in lanes.tolist()]
         other.pending = None if self.pending is None else self.pending.take(lanes)
         return other
@@ -294,7 +300,8 @@ class TierStore:
     def memory(self) -> MemoryReport:
         """Bytes of this store, term by term (Eq. 8)."""
         full, codes = self.arena.counts()
-        layout = self.codec.layout(self.shape)
+        layout = self.config.codec_object().layout(self.shape)
+        fitted = self.codec.nbytes if isinstance(self.codec, FittedCodec) else 0
         lanes = len(self.first_position)
         sinks = min(self.plan.sink_tokens, self.stored)
         recent = self.stored - sinks
@@ -304,10 +311,10 @@ class TierStore:
             recent=lanes * recent * self.plan.token_bytes,
             full=full * self.plan.full_bytes,
             codes=codes * layout.code_bytes,
-            parameters=codes * layout.parameter_bytes,
+            parameters=codes * layout.parameter_bytes + fitted,
             position=(full + codes) * (SLOT_BYTES - SCORE_BYTES) + self.first_position.nbytes,
             ledger=(full + codes + lanes * self._windows(self.stored)) * SCORE_BYTES,
-            reserved=self.arena.reserved_bytes() + sum(t.nbytes for t in storages),
+            reserved=self.arena.reserved_bytes() + sum(t.nbytes for t in storages) + fitted,
             budget=lanes * self.plan.budget_bytes,
             workspace=0 if self.pending is None else self.pending.nbytes,
         )
@@ -357,6 +364,34 @@ class TierStore:
         self.recent_mass[:, :stored] += local[:, :stored]
         return torch.cat([self.recent_mass[:, :stored], local[:, stored:]], dim=1)
 
+    def _fit(self, keys: Float[Tensor, "lanes heads local dim"], prompt: Tensor | None) -> None:
+        """Fit the codec, if it is one to be fitted, to all keys that there are, as long as no window is in codes."""
+        codec = self.config.codec_object()
+        if not isinstance(codec, PromptCodec) or self.arena.code_used:
+            return
+        lanes, heads, local, dim = keys.shape
+        index = torch.arange(local, device=keys.device)
+        index = torch.where(index < self.plan.sink_tokens, index, index + self.aged * self.plan.window)
+        seen = [
+            self.rope.unrotate(keys, (self.first_position[:, None] + index)[:, None])[:, :, self._first_fit(local) :]
+        ]
+        if self.arena.full_used:
+            history, window = self.arena.full_slots()[:, : self.arena.full_used, 0], self.arena.full.window
+            start = self._window_zero()[:, None] + window[:, : self.arena.full_used].clamp(min=0) * self.plan.window
+            tokens = start[:, :, None] + torch.arange(self.plan.window, device=keys.device)
+            past = self.rope.unrotate(history, tokens[:, :, None])
+            absent = (window[:, : self.arena.full_used] < 0)[:, :, None, None, None]
+            past = torch.where(absent, seen[0][:, None, :, -1:], past)  # what is there anyway
+            seen.append(past.transpose(1, 2).flatten(2, 3))
+        energy = keys.new_ones(lanes, heads, dim, dtype=torch.float32)
+        if prompt is not None and prompt.ndim == 5:
+            energy = self.rope.paired_mean(prompt.float().square().mean(dim=(2, 3)))
+        self.codec, self._history = codec.fit(torch.cat(seen, dim=2), energy), None
+
+    def _first_fit(self, local: int) -> int:
+        """The first local token whose key says something of the others: sinks are unlike them."""
+        return min(self.plan.sink_tokens, local - 1)
+
     def _route(
         self, keys: Float[Tensor, "lanes heads local dim"], values: Tensor, mass: Float[Tensor, "lanes columns"]
     ) -> None:
@@ -374,6 +409,7 @@ class TierStore:
         aged = self._aged(count, keys[:, :, sinks:stop], values[:, :, sinks:stop], state)
         pool = candidates(self.arena, aged)
         self._history = None
+        assert self.codec is not None
         moved = carry_out(
             self.arena, pool, assign(self.config, self.plan, pool), aged, self.codec, self.rope, self._window_zero()
         )

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float, Float32, Int, UInt8
 from torch import Tensor
 
 ALIGNMENT = 4  # bytes
@@ -140,6 +140,44 @@ class Codec(Protocol):
         self, packed: UInt8[Tensor, "*windows bytes"], shape: WindowShape
     ) -> tuple[Float32[Tensor, "*windows heads tokens dim"], Float32[Tensor, "*windows heads tokens dim"]]:
         """Keys (before rotary embedding) and values of encoded windows."""
+        ...
+
+
+@runtime_checkable
+class FittedCodec(Codec, Protocol):
+    """A codec with parameters of its own for each lane: the first dimension of what it encodes or decodes is lanes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters of all lanes."""
+        ...
+
+    def take(self, lanes: Int[Tensor, " chosen"]) -> FittedCodec:
+        """The codec of the given lanes, in that order."""
+        ...
+
+
+@runtime_checkable
+class PromptCodec(Protocol):
+    """Settings of a codec whose parameters are fitted once, before a lane's first window is encoded."""
+
+    def layout(self, shape: WindowShape) -> WindowLayout:
+        """As `Codec.layout`."""
+        ...
+
+    def fitted_bytes(self, shape: WindowShape) -> int:
+        """Bytes of a lane's parameters; budgets charge them."""
+        ...
+
+    def fit(
+        self, keys: Float[Tensor, "lanes heads tokens dim"], energy: Float[Tensor, "lanes heads dim"]
+    ) -> FittedCodec:
+        """The codec for lanes whose keys are like the given ones.
+
+        Args:
+            keys: before rotary embedding; at least one token.
+            energy: mean squared query of each channel, or ones; the same for the two channels of a rotary pair.
+        """
         ...
 
 

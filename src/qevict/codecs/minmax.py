@@ -117,8 +117,8 @@ def quantize_rows(
     levels = (1 << bits) - 1
     rows = rows.clamp(-LIMIT, LIMIT)
     lowest, highest = rows.amin(dim=-1), rows.amax(dim=-1)  # ten times as fast as aminmax along a strided dimension
-    offset = _round_down(lowest + 0.0)  # which of 0 and -0 is the minimum depends on the order of the search
-    scale = _round_down((offset.float() - highest) / levels).abs()  # a negative number down: its magnitude up
+    offset = round_down(lowest + 0.0)  # which of 0 and -0 is the minimum depends on the order of the search
+    scale = round_down((offset.float() - highest) / levels).abs()  # a negative number down: its magnitude up
     step = torch.where(scale > 0, scale, 1).float()  # a row that equals its offset has scale 0 and codes 0
     codes = ((rows - offset.float().unsqueeze(-1)) / step.unsqueeze(-1)).round()  # 0 to levels: the grid covers the row
     return codes.to(torch.uint8), scale, offset
@@ -131,7 +131,7 @@ def dequantize_rows(
     return torch.addcmul(offset.float().unsqueeze(-1), codes.float(), scale.float().unsqueeze(-1))
 
 
-def _round_down(x: Float32[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
+def round_down(x: Float32[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
     """The largest float16 that is not above x, for |x| <= 65504."""
     nearest = x.half()
     bits = nearest.view(torch.int16)
