@@ -88,3 +88,15 @@ def test_what_is_no_run_is_said(folder: Folder, tmp_path: Path) -> None:
 def test_qevict_by_any_of_its_names() -> None:
     assert all(map(is_qevict, ["qevict", "qevict-paper", "qevict[bits=2]", "qevict-paper[recent_tokens=64]"]))
     assert not any(map(is_qevict, ["snapkv", "qevictor", "qprune:snapkv+kivi-4"]))
+
+
+def test_runs_that_generated_different_numbers_of_tokens_are_not_compared(folder: Folder) -> None:
+    """Of one benchmark; others may have limits of their own."""
+    few = folder("few", [record("full", None, 1.0)], new_tokens=48)
+    many = folder("many", [record("full", None, 1.0, task="longbench/trec")], new_tokens=64)
+    assert [section.title for section in join([few, many]).sections] == [
+        "model, LongBench, 1,024 tokens, query-aware, 1 samples a task, at most 64 new tokens",
+        "model, RULER, 1,024 tokens, query-aware, 1 samples a task, at most 48 new tokens",
+    ]
+    with pytest.raises(ValueError, match=r"differ in new_tokens \(48 and None\)"):
+        join([few, folder("own", [record("snapkv", 0.2, 1.0)])])

@@ -14,7 +14,9 @@ from qevict.report.families import TaskName, named, suite_of, suite_title
 
 MATCHING = ("model", "dtype", "store_dtype", "scope", "seed", "first_token")
 """Manifest keys in which joined runs have to agree; protocol and length may differ and become sections."""
-NOTED = ("qevict", "versions", "data")
+LIMIT = "new_tokens"
+"""The manifest key in which runs of one section have to agree, too: the most tokens that were generated."""
+NOTED = ("qevict", "versions", "data", "device")
 """Manifest keys in which joined runs may differ, and the report says so."""
 
 FULL = "full"
@@ -81,7 +83,9 @@ class Section:
         length = "" if self.length is None else f", {self.length:,} tokens"
         counts = sorted({len(self.cell(task.task, Point(FULL, None))) for task in self.tasks} - {0})
         samples = "" if not counts else f", {'–'.join(map(str, sorted({counts[0], counts[-1]})))} samples a task"
-        return f"{model_name(self.settings)}, {suite_title(self.suite)}{length}, {self.protocol}{samples}"
+        most = self.settings.get(LIMIT)
+        limit = "" if most is None else f", at most {most} new tokens"
+        return f"{model_name(self.settings)}, {suite_title(self.suite)}{length}, {self.protocol}{samples}{limit}"
 
     @property
     def slug(self) -> str:
@@ -184,19 +188,25 @@ def join(folders: Sequence[Path]) -> Joined:
     manifests = {str(folder): _manifest(folder) for folder in dict.fromkeys(folders)}
     _check(manifests)
     held: dict[tuple[str, str, int | None], dict[tuple[str, str, Point], Record]] = {}
+    limits: dict[tuple[str, str, int | None], tuple[int | None, str]] = {}
     repeated = differing = 0
     for folder, manifest in manifests.items():
         for length, record in _records(Path(folder)):
             key = (suite_of(record.task), str(manifest.get("protocol")), length)
             section = held.setdefault(key, {})
+            most, where = limits.setdefault(key, (manifest.get(LIMIT), folder))
+            if most != manifest.get(LIMIT):
+                raise ValueError(
+                    f"{where} and {folder} cannot be joined: they differ in {LIMIT} ({most} and {manifest.get(LIMIT)})"
+                )
             known = section.setdefault((record.task, record.sample, record.point), record)
             if known is not record:
                 repeated += 1
                 differing += known.score != record.score
     settings = {name: next(iter(manifests.values())).get(name) for name in MATCHING}
     sections = [
-        Section(suite, protocol, length, settings, list(records.values()))
-        for (suite, protocol, length), records in sorted(held.items(), key=lambda item: _order(item[0]))
+        Section(*key, {**settings, LIMIT: limits[key][0]}, list(records.values()))
+        for key, records in sorted(held.items(), key=lambda item: _order(item[0]))
     ]
     if not sections:
         raise ValueError(f"no result in {', '.join(map(str, folders))} yet")
