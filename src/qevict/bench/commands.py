@@ -126,13 +126,14 @@ def run_tasks(
     from qevict.bench.results import read_records
     from qevict.bench.runner import ModelSpec, Run, run
 
+    place = device or ("cuda" if engine is Where.ray and num_gpus else None)
     board: Board | None = None
     try:
         plan = Run(
             tasks=tuple(split_tasks(tasks)),
             methods=tuple(named_methods(methods)),
             budgets=tuple(parse_budgets(budgets)),
-            model=ModelSpec(model, getattr(torch, dtype.value), device, threads),
+            model=ModelSpec(model, getattr(torch, dtype.value), place, threads),
             samples=samples,
             length=length,
             new_tokens=new_tokens,
