@@ -46,7 +46,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/venv.stamp
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[gguf,bench,ray,quanto,dev]'
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[gguf,bench,ray,lm-eval,quanto,dev]'
 	touch $@
 
 $(OLDEST)/dev.stamp: pyproject.toml constraints-oldest.txt | $(OLDEST)/venv.stamp
