@@ -63,8 +63,8 @@ def test_a_person_can_choose_a_layer_scrub_and_look_at_a_window(made: Made, brow
     assert f"after {int(policy.lengths[event]) - PREFILL} new tokens" in browser.text("#event-name")
 
     windows = cells(policy.tiers[1], 2, 4)[event, 0].tolist()
-    for word, state in (("full precision", FULL), ("low-bit codes", QUANTIZED), ("evicted", EVICTED)):
-        assert f"{windows.count(state)} windows {word}" in browser.text("#now")
+    for word, state in (("full", FULL), ("codes", QUANTIZED), ("evicted", EVICTED)):
+        assert f"{windows.count(state)} {word}" in browser.text("#now")
 
     window = windows.index(QUANTIZED)
     browser.mouse("#tiers", 0.5, (window + 0.5) / len(windows))

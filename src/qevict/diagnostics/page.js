@@ -2,6 +2,7 @@
 // States 0-5 as in qevict.diagnostics.policy; MIXED + k: k eighths of a cell's tokens are kept.
 const STATES = ["evicted", "quantized", "full", "local", "sink", "absent"];
 const NAMES = { full: "full precision", quantized: "low-bit codes", evicted: "evicted", local: "recent", sink: "sinks" };
+const SHORT = { full: "full", quantized: "codes", mixed: "in part", local: "recent", evicted: "evicted" };
 const MIXED = 10;
 const data = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
@@ -115,13 +116,12 @@ function drawNow() {
     const name = stateName(state(event, w));
     if (name !== "absent") counts[name] = (counts[name] || 0) + 1;
   }
-  const unit = policy.window === 1 ? "tokens" : "windows";
-  at("now").replaceChildren(...["full", "quantized", "mixed", "local", "evicted"].filter((n) => counts[n]).map((name) => {
+  at("now").replaceChildren(...Object.keys(SHORT).filter((name) => counts[name]).map((name) => {
     const part = document.createElement("div");
     part.className = name === "mixed" ? "quantized" : name;
     part.style.flex = counts[name];
-    part.textContent = `${counts[name]} ${unit} ${name === "mixed" ? "in part" : NAMES[name]}`;
-    part.title = part.textContent;
+    part.textContent = `${counts[name]} ${SHORT[name]}`;
+    part.title = `${counts[name]} windows: ${NAMES[name] || "kept in part"}`;
     return part;
   }));
 }
