@@ -52,7 +52,7 @@ def test_states_are_the_assignment_that_each_query_met(model: Any, trace: Trace,
     cache = make_cache(model, condition.method, condition.budget, max_new_tokens=STEPS, store_dtype=torch.float32)
     assert isinstance(cache, QEvictCache)
     PrefillTrace.capture(model, torch.tensor([trace.header.tokens[:PREFILL]])).fill(cache)
-    seen = []
+    seen: list[int] = []
     for step, token in enumerate(trace.header.tokens[PREFILL:]):
         fork_forward(model, [cache], torch.tensor([[token]]))
         stores = [layer.cohorts[0].store for layer in cache.layers if isinstance(layer, QEvictLayer)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -21,6 +22,7 @@ from qevict.diagnostics.conditions import one_way
 from qevict.diagnostics.intervals import estimate, paired
 from qevict.diagnostics.show import tables, write_page, write_pictures, write_tables
 from qevict.diagnostics.study import Study, StudySettings
+from qevict.diagnostics.tables import Table
 from tiny import tiny_model
 
 SETTINGS = StudySettings("tiny", PREFILL, STEPS, forced=True)
@@ -172,6 +174,28 @@ def test_an_ablation_runs_tasks_of_the_length_and_answers_asked_for(
     carry_out(plan, model, Words(), ModelSpec("tiny"), tmp_path)
     assert [one.tasks[0] for one in ran] == ["ruler", "longbench/narrativeqa"]
     assert all(getattr(one, name) == value for one in ran for name, value in given.items())
+
+
+def test_ablate_from_the_command_line(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measured(plan: Ablation, *rest: Any) -> Table:
+        asked.append(plan)
+        return Table("Ablation", ("bits", "KL"), [("bits=2", "0.5")])
+
+    monkeypatch.setattr(commands, "_load", lambda name: (model, Words()))
+    monkeypatch.setattr(ablations, "carry_out", measured)
+    options = "--budgets 5%,0.1 --on fidelity --texts 2 --prompt 64 --forced 16 --samples 3 --length 300 --new-tokens 7"
+    (tmp_path / "out").mkdir()
+    done = CliRunner().invoke(app, ["ablate", "bits", "--out", str(tmp_path / "out"), *options.split()])
+    assert done.exit_code == 0, done.output
+    wanted = Ablation("bits", "qevict-paper", (0.05, 0.1), ("fidelity",), 2, 64, 16, 3, 300, 7)
+    assert asked == [dataclasses.replace(wanted, data=asked[0].data)]
+    assert (tmp_path / "out" / "table.md").read_text(encoding="utf-8").startswith("**Ablation**")
+
+    wrong = CliRunner().invoke(app, ["ablate", "bits", "--out", str(tmp_path), "--on", "taste"])
+    assert wrong.exit_code == 2
+    assert "cannot measure taste" in wrong.output
 
 
 def test_variants_are_compared_on_the_samples_that_both_have(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def ablate(
     model: ModelOption = "smollm2-135m",
     texts: Annotated[int, typer.Option("--texts", min=1, help="Texts of each corpus of the fidelity measure.")] = 4,
     prompt: Annotated[int, typer.Option("--prompt", min=2, help="Tokens of them that are compressed.")] = 1024,
+    forced: Annotated[int, typer.Option("--forced", min=2, help="Tokens that are fed after them.")] = 128,
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Samples of each task, at most.")] = 5,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a task's prompt.")] = 1024,
     new_tokens: Annotated[
@@ -130,6 +131,7 @@ def ablate(
             tuple(part.strip() for part in measures.split(",") if part.strip()),
             texts=texts,
             prompt=prompt,
+            forced=forced,
             samples=samples,
             length=length,
             new_tokens=new_tokens,
