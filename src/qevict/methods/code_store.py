@@ -210,7 +210,7 @@ class CodeBlock:
         self.codes.append(self._encode(keys[:, :coded], values[:, :coded], 0))
         exact = tokens - coded
         self.tail = TokenBuffer(keys[:, coded:], values[:, coded:], max(0, self.room - exact), dtype)
-        self.decoded: Decoded | None = None
+        self.decoded = Decoded(dtype, kept=False)
 
     @property
     def coded(self) -> int:
@@ -231,8 +231,7 @@ class CodeBlock:
 
     def tokens(self) -> Block:
         """All tokens, decoded."""
-        decoded = self.decoded or Decoded(self.tail.keys.dtype)
-        return Block(self.heads, *decoded.tokens(self.coded, self._decode, (self.tail.keys, self.tail.values)))
+        return Block(self.heads, *self.decoded.tokens(self.coded, self._decode, (self.tail.keys, self.tail.values)))
 
     def memory(self) -> MemoryReport:
         """Bytes held. What a draft takes beyond the reserved room is workspace."""
@@ -246,7 +245,7 @@ class CodeBlock:
             parameters=self.codes.used * self.layout.parameter_bytes,
             position=numbers + positions[0],
             reserved=numbers + self.codes.reserved_bytes + positions[1] + self.tail.reserved_bytes - beyond,
-            workspace=beyond + (0 if self.decoded is None else self.decoded.nbytes),
+            workspace=beyond + self.decoded.nbytes,
         )
 
     def _decode(self, start: int) -> tuple[Float[Tensor, "heads tokens dim"], Float[Tensor, "heads tokens dim"]]:

@@ -14,15 +14,14 @@ _ROOM = 64  # tokens that storage grows by
 class Decoded:
     """Tokens in codes, decoded once each, and exact ones behind them, side by side in one tensor.
 
-    A store that is not to keep them uses a new one at every forward.
-
     Args:
         stored: dtype of exact tokens, to which decoded ones are rounded, too.
         dtype: to hold all of them in; None for `stored`.
+        kept: False decodes all of them at every forward and holds nothing in between.
     """
 
-    def __init__(self, stored: torch.dtype, dtype: torch.dtype | None = None) -> None:
-        self._stored, self._dtype = stored, dtype or stored
+    def __init__(self, stored: torch.dtype, dtype: torch.dtype | None = None, *, kept: bool = True) -> None:
+        self._stored, self._dtype, self._kept = stored, dtype or stored, kept
         self._held: Float[Tensor, "sides heads room dim"] | None = None
         self._coded = 0
 
@@ -56,6 +55,8 @@ class Decoded:
             self._coded = coded
         for side, tokens in zip(held, exact, strict=True):
             side[:, coded:total] = tokens
+        if not self._kept:
+            self._held, self._coded = None, 0
         return held[:, :, :total]
 
     def _with_room(self, total: int, sides: int, like: Float[Tensor, "heads exact dim"]) -> Tensor:

@@ -107,7 +107,7 @@ class Side:
         self._encode(tokens[:, :due])
         self.exact = Growing(self.room, (heads, dim), dtype, tokens.device)
         self.exact.append(tokens[:, due:].transpose(0, 1))
-        self.decoded: Decoded | None = None
+        self.decoded = Decoded(dtype, kept=False)
 
     def _due(self, exact: int) -> int:
         """How many of so many exact tokens are to be encoded."""
@@ -126,8 +126,8 @@ class Side:
 
     def tokens(self) -> Float[Tensor, "heads tokens dim"]:
         """All of them, decoded."""
-        decoded = self.decoded or Decoded(self.exact.rows.dtype)
-        return decoded.tokens(self.codes.used * self.shape.tokens, self._decode, (self.exact.rows.transpose(0, 1),))[0]
+        coded, exact = self.codes.used * self.shape.tokens, self.exact.rows.transpose(0, 1)
+        return self.decoded.tokens(coded, self._decode, (exact,))[0]
 
     def _decode(self, start: int) -> tuple[Float[Tensor, "heads tokens dim"]]:
         codes = self.codes.rows[start // self.shape.tokens :]
@@ -143,7 +143,7 @@ class Side:
             parameters=self.codes.used * self.layout.parameter_bytes,
             position=2 * POSITION_BYTES,  # windows in codes, exact tokens
             reserved=2 * POSITION_BYTES + self.codes.reserved_bytes + self.exact.reserved_bytes - beyond,
-            workspace=beyond + (0 if self.decoded is None else self.decoded.nbytes),
+            workspace=beyond + self.decoded.nbytes,
         )
 
 

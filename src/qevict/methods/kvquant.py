@@ -179,7 +179,7 @@ class KVQuantStore(RowStore):
         self._encode(keys, prefill.values[:, sinks:])
         self.room = min(1, total)
         self.tail = TokenBuffer(prefill.keys[:, :0], prefill.values[:, :0], self.room, dtype)
-        self.decoded: Decoded | None = None
+        self.decoded = Decoded(dtype, kept=False)
 
     @property
     def _growing(self) -> tuple[Growing, ...]:
@@ -214,10 +214,9 @@ class KVQuantStore(RowStore):
 
     def blocks(self) -> Iterator[Block]:
         """All heads."""
-        decoded = self.decoded or Decoded(self.tail.keys.dtype)
         settled = self.sinks.used + self.key_codes.used
         exact = self.tail.keys, self.tail.values
-        yield Block(slice(0, self.heads), *decoded.tokens(settled, self._settled_tokens, exact))
+        yield Block(slice(0, self.heads), *self.decoded.tokens(settled, self._settled_tokens, exact))
 
     def keep_decoded(self, dtype: torch.dtype) -> None:
         """From now on decode no code twice."""
@@ -243,7 +242,7 @@ class KVQuantStore(RowStore):
             parameters=sum(each.used_bytes for each in self._growing) - codes + self.statistics.nbytes,
             position=numbers,
             reserved=reserved + numbers + self.statistics.nbytes,
-            workspace=beyond + (0 if self.decoded is None else self.decoded.nbytes),
+            workspace=beyond + self.decoded.nbytes,
         )
 
     def copy(self) -> KVQuantStore:

@@ -212,7 +212,7 @@ class ZipStore(RowStore):
         self.zipped = Zipped(prefill.keys, prefill.values, salient, method.codecs)
         self.room = method.interval if growth is None else min(growth, method.interval)
         self.tail = TokenBuffer(prefill.keys[:, :0], prefill.values[:, :0], self.room, dtype)
-        self.decoded: Decoded | None = None
+        self.decoded = Decoded(dtype, kept=False)
         self.weights: list[Tensor] = []
         """Attention of the last forward's queries to the exact tokens, `[heads, queries, exact]`, where it matters."""
 
@@ -232,8 +232,7 @@ class ZipStore(RowStore):
         keys = torch.cat([keys, self.tail.keys[:, :count].float()], dim=1)
         values = torch.cat([values, self.tail.values[:, :count].float()], dim=1)
         self.zipped = Zipped(keys, values, salient, self.method.codecs)
-        if self.decoded is not None:
-            self.decoded.forget()
+        self.decoded.forget()
         self.tail.drop_first(count)
 
     def append(self, keys: Float[Tensor, "heads new dim"], values: Float[Tensor, "heads new dim"]) -> None:
@@ -247,9 +246,8 @@ class ZipStore(RowStore):
 
     def blocks(self) -> Iterator[Block]:
         """All heads."""
-        decoded = self.decoded or Decoded(self.tail.keys.dtype)
         exact = self.tail.keys, self.tail.values
-        tokens = decoded.tokens(self.zipped.tokens, lambda start: self.zipped.decode(), exact)
+        tokens = self.decoded.tokens(self.zipped.tokens, lambda start: self.zipped.decode(), exact)
         yield Block(slice(0, self.zipped.heads), *tokens)
 
     def keep_decoded(self, dtype: torch.dtype) -> None:
@@ -274,5 +272,5 @@ class ZipStore(RowStore):
             position=2 * POSITION_BYTES,  # tokens in codes, exact tokens
             ledger=waiting,
             reserved=2 * POSITION_BYTES + self.tail.reserved_bytes - beyond + waiting,
-            workspace=beyond + (0 if self.decoded is None else self.decoded.nbytes),
+            workspace=beyond + self.decoded.nbytes,
         )
