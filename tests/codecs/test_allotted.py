@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qevict import QEvictCache, QEvictConfig
+from qevict.budget import InfeasibleBudgetError, plan_tiers
 from qevict.codecs import AllottedCodec, PromptCodec, WindowShape, get_codec
 from qevict.codecs.allotted import allotted
 from qevict.compat import cache_argument
+from qevict.config import Budget
+from qevict.geometry import KVGeometry
+from qevict.methods import get_method, make_cache
+from qevict.trace import PrefillTrace
 
 
 def keys_of(seed: int, *shape: int) -> torch.Tensor:
@@ -150,3 +155,29 @@ def test_a_short_prompt_is_fitted_when_windows_are_first_quantized() -> None:
     assert report.codes > 0
     assert report.budget is not None
     assert report.reserved <= report.budget
+
+
+def test_bits_are_the_same_whatever_else_a_trace_is_for() -> None:
+    model = tiny(2, 4, 2)
+    method = get_method("qevict", codec="allotted:2.5+3", window_size=8, recent_tokens=8, prompt_queries=4)
+    ids = torch.randint(3, 64, (1, 120))
+    caches = []
+    for queries in (method.observed_queries, None):
+        cache = make_cache(model, method, 0.4, max_new_tokens=8)
+        caches.append(PrefillTrace.capture(model, ids, queries=queries).fill(cache))
+    read = make_cache(model, method, 0.4, max_new_tokens=8)
+    with torch.no_grad():
+        model(ids, **cache_argument(read))
+    for layers in zip(*(cache.layers for cache in [*caches, read]), strict=True):
+        stores = [layer.cohorts[0].store for layer in layers]
+        assert all(torch.equal(store.codec.bits, stores[0].codec.bits) for store in stores)
+        assert all(torch.equal(store.arena.data, stores[0].arena.data) for store in stores)
+
+
+def test_a_budget_without_room_for_the_parameters_says_so() -> None:
+    geometry = KVGeometry(layers=2, kv_heads=2, query_heads=4, head_dim=16, element_bytes=2)
+    budget = Budget(bytes=2 * 3300)  # of which 25 protected tokens take 2 * 3200
+    settings = {"budget": budget, "window_size": 8, "recent_tokens": 8, "sink_tokens": 2}
+    plan_tiers(QEvictConfig(**settings), geometry, 200)
+    with pytest.raises(InfeasibleBudgetError, match=r"beside 320 bytes of the codec's parameters"):
+        plan_tiers(QEvictConfig(**settings, codec="allotted"), geometry, 200)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qevict.cache import QEvictCache
+from qevict.codecs import PromptCodec
 from qevict.config import Budget, QEvictConfig
 from qevict.methods.base import Kind, MeasuredCache, OwnCache, Properties
 
@@ -54,9 +55,9 @@ class QEvict(OwnCache):
 
     @property
     def observed_queries(self) -> int | None:
-        """As many as initialise the scores."""
-        queries = self.config.prompt_queries
-        return None if queries == "all" or self.config.prompt_scorer is not None else queries
+        """As many as initialise the scores; all where a codec is fitted to them."""
+        queries, fitted = self.config.prompt_queries, isinstance(self.config.codec_object(), PromptCodec)
+        return None if queries == "all" or self.config.prompt_scorer is not None or fitted else queries
 
     def settings(self) -> dict[str, Any]:
         """The configuration's fields, without what is given where a cache is made."""
