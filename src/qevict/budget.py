@@ -42,6 +42,7 @@ class TierPlan:
         max_full, max_codes: slots of either kind. For "split" these are K_f and, dormant extras aside, K_q.
         full_capacity, code_capacity: K_f and K_q of Eq. 3, metadata included in M_f and M_q.
         arena_bytes: bytes that full slots (from the front) and code slots (from the back) share.
+        fitted_bytes: bytes of the parameters of a codec that is fitted to the lane.
     """
 
     tokens: int | None
@@ -128,16 +129,17 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, p
     codec, shape = config.codec_object(), WindowShape(heads, window, geometry.head_dim)
     quantizes = tokens is None or tokens > slots
     fitted = codec.fitted_bytes(shape) if isinstance(codec, PromptCodec) and quantizes else 0
-    cost = protected_bytes(charged, config.sink_tokens, token_bytes, window) + fitted
-    if cost > budget:
+    cost = protected_bytes(charged, config.sink_tokens, token_bytes, window)
+    if cost + fitted > budget:
         scale = geometry.layers * lanes
+        beside = f" beside {fitted * scale:,} bytes of the codec's parameters" if fitted else ""
         raise InfeasibleBudgetError(
             f"a budget of {budget * scale:,} bytes cannot hold the {charged} protected tokens (sinks, recent tokens "
-            f"and their growth between routing events), which take {cost * scale:,} bytes; raise the budget or lower "
-            "sink_tokens, recent_tokens, window_size or routing_interval"
+            f"and their growth between routing events), which take {cost * scale:,} bytes{beside}; raise the "
+            "budget or lower sink_tokens, recent_tokens, window_size or routing_interval"
         )
 
-    history = budget - cost
+    history = budget - cost - fitted
     full_bytes = window * token_bytes
     code_bytes = codec.layout(shape).nbytes
     q = config.quantized_fraction

@@ -22,6 +22,7 @@ from qevict.arena import Arena
 from qevict.budget import SCORE_BYTES, SLOT_BYTES, MemoryReport, TierPlan
 from qevict.codecs import Codec, FittedCodec, PromptCodec, WindowShape
 from qevict.config import QEvictConfig
+from qevict.fitting import known_keys, query_energy
 from qevict.kernels.reference import History, TierView, prompt_mass, window_sums
 from qevict.migration import Aged, Moves, candidates, carry_out
 from qevict.planning import assign
@@ -365,32 +366,16 @@ class TierStore:
         return torch.cat([self.recent_mass[:, :stored], local[:, stored:]], dim=1)
 
     def _fit(self, keys: Float[Tensor, "lanes heads local dim"], prompt: Tensor | None) -> None:
-        """Fit the codec, if it is one to be fitted, to all keys that there are, as long as no window is in codes."""
+        """Fit the codec, if it is one to be fitted, as long as no window is in codes."""
         codec = self.config.codec_object()
         if not isinstance(codec, PromptCodec) or self.arena.code_used:
             return
-        lanes, heads, local, dim = keys.shape
-        index = torch.arange(local, device=keys.device)
-        index = torch.where(index < self.plan.sink_tokens, index, index + self.aged * self.plan.window)
-        seen = [
-            self.rope.unrotate(keys, (self.first_position[:, None] + index)[:, None])[:, :, self._first_fit(local) :]
-        ]
-        if self.arena.full_used:
-            history, window = self.arena.full_slots()[:, : self.arena.full_used, 0], self.arena.full.window
-            start = self._window_zero()[:, None] + window[:, : self.arena.full_used].clamp(min=0) * self.plan.window
-            tokens = start[:, :, None] + torch.arange(self.plan.window, device=keys.device)
-            past = self.rope.unrotate(history, tokens[:, :, None])
-            absent = (window[:, : self.arena.full_used] < 0)[:, :, None, None, None]
-            past = torch.where(absent, seen[0][:, None, :, -1:], past)  # what is there anyway
-            seen.append(past.transpose(1, 2).flatten(2, 3))
-        energy = keys.new_ones(lanes, heads, dim, dtype=torch.float32)
-        if prompt is not None and prompt.ndim == 5:
-            energy = self.rope.paired_mean(prompt.float().square().mean(dim=(2, 3)))
-        self.codec, self._history = codec.fit(torch.cat(seen, dim=2), energy), None
-
-    def _first_fit(self, local: int) -> int:
-        """The first local token whose key says something of the others: sinks are unlike them."""
-        return min(self.plan.sink_tokens, local - 1)
+        index = torch.arange(keys.shape[2], device=keys.device)
+        index += (index >= self.plan.sink_tokens) * self.aged * self.plan.window
+        local = self.rope.unrotate(keys, (self.first_position[:, None] + index)[:, None])
+        first = min(self.plan.sink_tokens, keys.shape[2] - 1)  # sinks are unlike the others
+        seen = known_keys(self.arena, self.rope, self._window_zero(), local[:, :, first:])
+        self.codec, self._history = codec.fit(seen, query_energy(prompt, self.rope, seen)), None
 
     def _route(
         self, keys: Float[Tensor, "lanes heads local dim"], values: Tensor, mass: Float[Tensor, "lanes columns"]

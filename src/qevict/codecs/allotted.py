@@ -160,8 +160,7 @@ class Allotted:
         planes = torch.zeros(
             *codes.shape[:-2], self.settings.planes(shape) + 1, tokens // _TOKENS, dtype=torch.uint8, device=keys.device
         )
-        for bit in range(self._deepest):
-            place = self._expanded(self._place(bit), len(windows)).flatten(-3, -2)
+        for bit, place in enumerate(self._places(len(windows))):
             row = pack(codes >> bit & 1, 1)
             planes.scatter_(-2, place.expand(row.shape), row)
         arrays["key_codes"].copy_(planes[..., :-1, :])
@@ -174,36 +173,30 @@ class Allotted:
         self, packed: UInt8[Tensor, "lanes *windows bytes"], shape: WindowShape
     ) -> tuple[Float32[Tensor, "lanes *windows heads tokens dim"], Float32[Tensor, "lanes *windows heads tokens dim"]]:
         """Keys (before rotary embedding) and values of encoded windows of `shape`."""
-        arrays = self.layout(shape).view(packed)
-        windows = packed.ndim - 2
+        arrays, value_bits = self.layout(shape).view(packed), self.settings.value_bits
         planes = torch.nn.functional.pad(arrays["key_codes"], (0, 0, 0, 1))
         codes = torch.zeros(
             *packed.shape[:-1], shape.heads * shape.head_dim, shape.tokens, dtype=torch.uint8, device=packed.device
         )
-        for bit in range(self._deepest):
-            place = self._expanded(self._place(bit), windows).flatten(-3, -2)
+        for bit, place in enumerate(self._places(packed.ndim - 2)):
             row = planes.gather(-2, place.expand(*codes.shape[:-1], planes.shape[-1]))
             codes |= unpack(row, 1, shape.tokens) << bit
-        offset, step = (self._expanded(t, windows).float() for t in (self.offset, self.step))
+        offset, step = (self._expanded(t, packed.ndim - 2).float() for t in (self.offset, self.step))
         keys = torch.addcmul(offset, codes.unflatten(-2, (shape.heads, shape.head_dim)).float(), step)
-        value_bits = self.settings.value_bits
         value_codes = unpack(arrays["value_codes"], value_bits, shape.head_dim)
         return keys.mT, self.settings.values.dequantize(value_codes, arrays["value_scale"], value_bits)
 
-    @property
-    def _deepest(self) -> int:
-        return int(self.bits.max()) if self.bits.numel() else 0
-
-    def _place(self, bit: int) -> Int[Tensor, "lanes heads dim"]:
-        """The plane of a bit of each channel; one behind the last where the channel has no such bit."""
-        bits = self.bits.long()
-        ends = bits.flatten(1).cumsum(dim=1).view_as(bits)
-        planes = ends.flatten(1)[:, -1:, None]
-        return torch.where(bit < bits, ends - bits + bit, planes)
+    def _places(self, windows: int) -> list[Int[Tensor, "lanes *windows channels one"]]:
+        """For each bit, the plane of every channel; one behind the last where the channel has no such bit."""
+        bits = self.bits.long().flatten(1)
+        ends = bits.cumsum(dim=1)
+        deepest = int(bits.max()) if bits.numel() else 0
+        places = [torch.where(bit < bits, ends - bits + bit, ends[:, -1:]) for bit in range(deepest)]
+        return [self._expanded(place, windows) for place in places]
 
     @staticmethod
     def _expanded(x: Tensor, windows: int) -> Tensor:
-        """`[lanes, heads, dim]` beside `[lanes, *windows, heads, dim, tokens]`."""
+        """`[lanes, ...]` beside `[lanes, *windows, ..., tokens]`."""
         return x[(slice(None), *[None] * windows, ..., None)]
 
 

@@ -27,6 +27,9 @@ The rules that the cache relies on:
   constant channel and a window of one token all occur.
 - Arithmetic in float32, whatever the input's dtype.
 
+A codec whose parameters come from the prompt is a `PromptCodec`: settings and a layout, from which `fit` makes a
+`FittedCodec` for some lanes, once, before the first window is encoded.
+
 Sections start at multiples of 4 bytes and a window's size is a multiple of 4, so in any buffer whose windows start at
 multiples of 4 bytes a section is a typed view of the bytes, not a copy.
 """

@@ -1,0 +1,44 @@
+"""What a codec is fitted to: the keys that one layer's cohort holds in full precision, and its prompt's queries."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qevict.arena import Arena
+from qevict.rope import Rope
+
+
+def known_keys(
+    arena: Arena, rope: Rope, window_zero: Int[Tensor, " lanes"], local: Float[Tensor, "lanes heads local dim"]
+) -> Float[Tensor, "lanes heads tokens dim"]:
+    """Keys before rotary embedding: the local ones, then those of the full slots in use.
+
+    A lane that uses fewer slots than others has its last local key in their place.
+
+    Args:
+        window_zero: position of the first token of window 0 in each lane.
+        local: at least one token, before rotary embedding.
+    """
+    if not arena.full_used:
+        return local
+    window, tokens = arena.full.window[:, : arena.full_used], arena.plan.window
+    start = window_zero[:, None] + window.clamp(min=0) * tokens
+    positions = start[:, :, None] + torch.arange(tokens, device=local.device)
+    keys = rope.unrotate(arena.full_slots()[:, : arena.full_used, 0], positions[:, :, None])
+    keys = torch.where((window < 0)[:, :, None, None, None], local[:, None, :, -1:], keys)
+    return torch.cat([local, keys.transpose(1, 2).flatten(2, 3)], dim=2)
+
+
+def query_energy(
+    prompt: Tensor | None, rope: Rope, keys: Float[Tensor, "lanes heads tokens dim"]
+) -> Float[Tensor, "lanes heads dim"]:
+    """Mean squared query of each channel, the same for the two of a rotary pair; ones where no queries are held.
+
+    Args:
+        prompt: `[lanes, heads, group, tokens, dim]` queries; see `Pending.prompt` for what else it may be.
+    """
+    if prompt is None or prompt.ndim == 2:
+        return torch.ones_like(keys[:, :, 0])
+    return rope.paired_mean(prompt.float().square().mean(dim=(2, 3)))
