@@ -263,7 +263,7 @@ def test_empty_windows_are_refused(sizes: tuple[int, int, int]) -> None:
 def test_codecs_by_name() -> None:
     assert get_codec("minmax", 3) == MinMaxCodec(key_bits=3, value_bits=3)
     assert isinstance(get_codec("minmax", 2), Codec)
-    with pytest.raises(ValueError, match="unknown codec 'gzip': the known ones are kivi, minmax, turboquant"):
+    with pytest.raises(ValueError, match="unknown codec 'gzip': the known ones are allotted, kivi, minmax, turboquant"):
         get_codec("gzip", 2)
     with pytest.raises(ValueError, match="2, 3, 4, 8, not 5"):
         get_codec("minmax", 5)
