@@ -70,7 +70,7 @@ def test_every_key_is_the_nearest_of_its_channels_levels(
     packed = fitted.encode(windows, windows)
     keys, values = fitted.decode(packed, shape)
     assert packed.shape == (lanes, 2, codec.layout(shape).nbytes)
-    assert fitted.bits.sum(dim=(1, 2), dtype=torch.long).tolist() == [codec.planes(shape)] * lanes
+    assert fitted.bits.sum(dim=(1, 2), dtype=torch.long).tolist() == [codec.token_bits(shape)] * lanes
     for lane in range(lanes):
         for head in range(heads):
             for channel in range(dim):

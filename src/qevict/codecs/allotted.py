@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Float16, Float32, Int, UInt8
@@ -14,12 +17,12 @@ from qevict.codecs.packing import pack, unpack
 from qevict.codecs.turboquant import TurboQuantCodec
 
 MOST_BITS = 8
-_TOKENS = 8  # of a byte of a bit plane
+_TOKENS = 8  # of a byte where codes have one bit
 
 
 @dataclass(frozen=True)
 class AllottedCodec:
-    """Keys per channel in bit planes, with ranges and bits fixed once from the prompt; values rotated, per token.
+    """Keys per channel, with ranges and bits fixed once from the prompt; values rotated, per token.
 
     The paper's codec stores a scale and an offset for each channel *in every window*: at 8 tokens a window that is four
     of six bits. Keys before the rotary embedding have much the same range in a channel throughout a text, so here a
@@ -33,14 +36,14 @@ class AllottedCodec:
     Values are `TurboQuantCodec`'s: rotated, Lloyd-Max levels, a scale for each token.
 
     This object holds settings only; `fit` makes the codec. Bytes of one window of H heads, T tokens, D channels and
-    B blocks of a head (see `turboquant`; P = round(key_bits * H * D) planes)::
+    B blocks of a head (see `turboquant`; N = round(key_bits * H * D) bits of a token's keys)::
 
         section      dtype    shape
-        key_codes    uint8    [P, T / 8]                     bit plane: bit t % 8 of byte t // 8 is token t's
+        key_codes    uint8    [N, T / 8]                     rows of channels, one after another, head by head
         value_codes  uint8    [H, T, packed_size(D, value_bits)]
         value_scale  float16  [H, T, B]
 
-    The planes of a channel follow one another, the lowest bit first; channels in order, head by head.
+    The row of a channel of b bits is its T codes as `packing` packs them: b * T / 8 bytes, none where b is 0.
 
     Raises:
         ValueError: `key_bits` is not between 0.5 and 8, or `value_bits` is not one of TurboQuant's.
@@ -59,15 +62,15 @@ class AllottedCodec:
         """What encodes the values."""
         return TurboQuantCodec(self.value_bits, self.value_bits)
 
-    def planes(self, shape: WindowShape) -> int:
-        """Bit planes of a window's keys."""
+    def token_bits(self, shape: WindowShape) -> int:
+        """Bits of a token's keys, over all heads."""
         return round(self.key_bits * shape.heads * shape.head_dim)
 
     def layout(self, shape: WindowShape) -> WindowLayout:
         """Where every array lies in the bytes of one window.
 
         Raises:
-            ValueError: a window's tokens do not fill whole bytes of a plane.
+            ValueError: a window's tokens do not fill whole bytes, whatever the bits of a channel.
         """
         if shape.tokens % _TOKENS:
             raise ValueError(
@@ -77,7 +80,7 @@ class AllottedCodec:
         values = {section.name: (section.shape, section.dtype) for section in self.values.layout(shape).sections}
         return WindowLayout.build(
             codes={
-                "key_codes": ((self.planes(shape), shape.tokens // _TOKENS), torch.uint8),
+                "key_codes": ((self.token_bits(shape), shape.tokens // _TOKENS), torch.uint8),
                 "value_codes": values["value_codes"],
             },
             parameters={"value_scale": values["value_scale"]},
@@ -101,7 +104,7 @@ class AllottedCodec:
         keys = keys.detach().float().clamp(-LIMIT, LIMIT)
         lowest, highest = keys.amin(dim=2), keys.amax(dim=2)
         shape = WindowShape(keys.shape[1], _TOKENS, keys.shape[3])
-        bits = allotted(energy.float() * (highest - lowest) ** 2, self.planes(shape))
+        bits = allotted(energy.float() * (highest - lowest) ** 2, self.token_bits(shape))
         offset = round_down(torch.where(bits > 0, lowest, keys.mean(dim=2)))
         levels = (1 << bits.int()) - 1
         step = round_down((offset.float() - highest) / levels.clamp(min=1)).abs()
@@ -156,14 +159,9 @@ class Allotted:
         offset, step, bits = (self._expanded(t, len(windows)) for t in (self.offset, self.step, self.bits))
         grid = (keys.detach().float().mT - offset.float()) / torch.where(step > 0, step, 1).float()
         codes = grid.round().clamp(min=0).minimum(((1 << bits.int()) - 1).float()).to(torch.uint8).flatten(-3, -2)
-        # One row more than there are planes takes the bits that channels do not have.
-        planes = torch.zeros(
-            *codes.shape[:-2], self.settings.planes(shape) + 1, tokens // _TOKENS, dtype=torch.uint8, device=keys.device
-        )
-        for bit, place in enumerate(self._places(len(windows))):
-            row = pack(codes >> bit & 1, 1)
-            planes.scatter_(-2, place.expand(row.shape), row)
-        arrays["key_codes"].copy_(planes[..., :-1, :])
+        for rows in self._rows:
+            packed_rows = pack(codes[rows.lane][..., rows.channels, :], rows.bits).unflatten(-1, (rows.bits, -1))
+            arrays["key_codes"][rows.lane].index_copy_(-2, rows.places, packed_rows.flatten(-3, -2))
         value_codes, scales = self.settings.values.quantize(values.detach().float().clamp(-LIMIT, LIMIT), value_bits)
         arrays["value_codes"].copy_(pack(value_codes, value_bits))
         arrays["value_scale"].copy_(scales)
@@ -174,30 +172,54 @@ class Allotted:
     ) -> tuple[Float32[Tensor, "lanes *windows heads tokens dim"], Float32[Tensor, "lanes *windows heads tokens dim"]]:
         """Keys (before rotary embedding) and values of encoded windows of `shape`."""
         arrays, value_bits = self.layout(shape).view(packed), self.settings.value_bits
-        planes = torch.nn.functional.pad(arrays["key_codes"], (0, 0, 0, 1))
         codes = torch.zeros(
             *packed.shape[:-1], shape.heads * shape.head_dim, shape.tokens, dtype=torch.uint8, device=packed.device
         )
-        for bit, place in enumerate(self._places(packed.ndim - 2)):
-            row = planes.gather(-2, place.expand(*codes.shape[:-1], planes.shape[-1]))
-            codes |= unpack(row, 1, shape.tokens) << bit
+        for rows in self._rows:
+            packed_rows = arrays["key_codes"][rows.lane].index_select(-2, rows.places)
+            packed_rows = packed_rows.unflatten(-2, (-1, rows.bits)).flatten(-2)
+            codes[rows.lane].index_copy_(-2, rows.channels, unpack(packed_rows, rows.bits, shape.tokens))
         offset, step = (self._expanded(t, packed.ndim - 2).float() for t in (self.offset, self.step))
         keys = torch.addcmul(offset, codes.unflatten(-2, (shape.heads, shape.head_dim)).float(), step)
         value_codes = unpack(arrays["value_codes"], value_bits, shape.head_dim)
         return keys.mT, self.settings.values.dequantize(value_codes, arrays["value_scale"], value_bits)
 
-    def _places(self, windows: int) -> list[Int[Tensor, "lanes *windows channels one"]]:
-        """For each bit, the plane of every channel; one behind the last where the channel has no such bit."""
+    @cached_property
+    def row_starts(self) -> Int[Tensor, "lanes channels"]:
+        """Where the row of each channel, of all heads, begins in a window: in bits of a token, so times T / 8 bytes."""
         bits = self.bits.long().flatten(1)
-        ends = bits.cumsum(dim=1)
-        deepest = int(bits.max()) if bits.numel() else 0
-        places = [torch.where(bit < bits, ends - bits + bit, ends[:, -1:]) for bit in range(deepest)]
-        return [self._expanded(place, windows) for place in places]
+        return bits.cumsum(dim=1) - bits
+
+    @cached_property
+    def _rows(self) -> tuple[_Rows, ...]:
+        """The rows of all lanes, those of a lane with equally many bits together."""
+        return tuple(self._grouped())
+
+    def _grouped(self) -> Iterator[_Rows]:
+        for lane, (bits, starts) in enumerate(zip(self.bits.flatten(1), self.row_starts, strict=True)):
+            for width in bits.unique().tolist():
+                if width:
+                    channels = (bits == width).nonzero()[:, 0]
+                    places = starts[channels, None] + torch.arange(width, device=bits.device)
+                    yield _Rows(lane, width, channels, places.flatten())
 
     @staticmethod
     def _expanded(x: Tensor, windows: int) -> Tensor:
         """`[lanes, ...]` beside `[lanes, *windows, ..., tokens]`."""
         return x[(slice(None), *[None] * windows, ..., None)]
+
+
+class _Rows(NamedTuple):
+    """Channels of a lane with the same number of bits.
+
+    Attributes:
+        places: `[channels * bits]` where their rows are, in the first dimension of `key_codes`.
+    """
+
+    lane: int
+    bits: int
+    channels: Int[Tensor, " channels"]
+    places: Int[Tensor, " places"]
 
 
 def allotted(error: Float32[Tensor, "lanes heads dim"], total: int) -> UInt8[Tensor, "lanes heads dim"]:
