@@ -50,7 +50,7 @@ async function choosePolicy(index) {
   draw();
 }
 
-function drawMap(canvas, paint) {
+function drawMap(canvas, ...layers) {
   const width = canvas.clientWidth, height = Math.max(380, Math.min(1400, policy.windows * 6));
   const ratio = window.devicePixelRatio || 1;
   canvas.width = width * ratio;
@@ -59,8 +59,10 @@ function drawMap(canvas, paint) {
   const context = canvas.getContext("2d");
   context.scale(ratio, ratio);
   const w = width / policy.events.length, h = height / policy.windows;
-  for (let e = 0; e < policy.events.length; e++) {
-    for (let row = 0; row < policy.windows; row++) paint(context, e, row, e * w, row * h, w, h);
+  for (const paint of layers) {
+    for (let e = 0; e < policy.events.length; e++) {
+      for (let row = 0; row < policy.windows; row++) paint(context, e, row, e * w, row * h, w, h);
+    }
   }
   context.strokeStyle = colour("mark");
   context.lineWidth = 2;
@@ -79,12 +81,14 @@ function paintTier(context, e, row, x, y, w, h) {
     context.fillRect(x, y, w + 0.5, h + 0.5);
     context.globalAlpha = 1;
   }
-  if (promoted(e, row)) {
-    context.fillStyle = colours.mark;
-    context.beginPath();
-    context.arc(x + w / 2, y + h / 2, Math.max(1.5, Math.min(w, h) / 3), 0, 7);
-    context.fill();
-  }
+}
+
+function paintPromotion(context, e, row, x, y, w, h) {
+  if (!promoted(e, row)) return;
+  context.fillStyle = colours.mark;
+  context.beginPath();
+  context.arc(x + w / 2, y + h / 2, Math.max(3, Math.min(w, h) / 3), 0, 7);
+  context.fill();
 }
 
 function paintAttention(context, e, row, x, y, w, h) {
@@ -103,7 +107,7 @@ function draw() {
   at("event").value = event;
   const seen = policy.events[event];
   at("event-name").textContent = `${event + 1}/${policy.events.length}, after ${seen - data.prefill} new tokens`;
-  drawMap(at("tiers"), paintTier);
+  drawMap(at("tiers"), paintTier, paintPromotion);
   drawMap(at("attention"), paintAttention);
   drawNow();
   colourText();
