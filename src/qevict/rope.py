@@ -21,6 +21,7 @@ from qevict.architectures import attention_modules, decoder, describe, rope_para
 Layout = Literal["half", "interleaved"]
 
 _GROWTH = 1024  # table rows added at a time, so that decoding does not copy the tables at every step
+_BEHIND = 64  # positions that a kernel may read behind the last, whatever stands there
 _PROBE_POSITIONS = (0, 1, 2, 3, 5, 7)  # below every longrope switch
 _APPLY = "apply_rotary_pos_emb"
 
@@ -49,6 +50,7 @@ class Rope:
         self.layout = layout
         self.dtype = dtype
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._transposed: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def identity(cls) -> Rope:
@@ -63,7 +65,8 @@ class Rope:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the tables held now, on all devices."""
-        return sum(table.nbytes for tables in self._tables.values() for table in tables)
+        held = [*self._tables.values(), *([] if self._transposed is None else [self._transposed])]
+        return sum(table.nbytes for tables in held for table in tables)
 
     def tables(
         self, length: int, device: torch.device
@@ -75,6 +78,15 @@ class Rope:
             new = self._rows(rows, -(-length // _GROWTH) * _GROWTH, device)
             held = new if held is None else (torch.cat((held[0], new[0])), torch.cat((held[1], new[1])))
             self._tables[device] = held
+        return held
+
+    def transposed(self, length: int) -> tuple[Float[Tensor, "pairs positions"], Float[Tensor, "pairs positions"]]:
+        """`tables` for kernels: float32, on the CPU, a pair's positions side by side, some zeros behind the last."""
+        held = self._transposed
+        if held is None or held[0].shape[1] - _BEHIND < length:
+            cos, sin = self.tables(length, torch.device("cpu"))
+            held = _transposed(cos), _transposed(sin)
+            self._transposed = held
         return held
 
     def rotate(
@@ -134,6 +146,10 @@ class Rope:
         if self.layout == "interleaved":
             return turning[..., 0::2], turning[..., 1::2]
         return turning[..., : self.rotary_dim // 2], turning[..., self.rotary_dim // 2 :]
+
+
+def _transposed(table: Float[Tensor, "positions pairs"]) -> Float[Tensor, "pairs padded"]:
+    return torch.nn.functional.pad(table.float().mT, (0, _BEHIND)).contiguous()
 
 
 class TableRope(Rope):

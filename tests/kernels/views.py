@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qevict.codecs import MinMaxCodec, WindowShape
+from qevict.codecs import Codec, MinMaxCodec, WindowShape
 from qevict.kernels.reference import History, TierView
 from qevict.rope import Rope
 
@@ -25,19 +25,26 @@ def make_view(
     sinks: int = 2,
     holes: bool = True,
     dtype: torch.dtype = torch.float32,
+    store: torch.dtype | None = None,
+    codec: Codec | None = None,
+    rope: Rope | None = None,
     seed: int = 0,
 ) -> TierView:
-    """Random tiers. With holes some slots hold no window, and bytes that decode to NaN."""
+    """Random tiers, stored in `store` (None: in the model's `dtype`).
+
+    With holes some slots hold no window, and bytes that decode to NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
+    store, codec = store or dtype, codec or MinMaxCodec(4, 3)
+    rope = rope or Rope(torch.rand(dim // 2 - 1, generator=generator))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator)
 
     def presence(slots: int) -> Tensor:
         return torch.rand(lanes, slots, generator=generator) < (0.6 if holes else 2.0)
 
-    codec, rope = MinMaxCodec(4, 3), Rope(torch.rand(dim // 2 - 1, generator=generator))
-    slots = normal(lanes, full, 2, heads, window, dim)  # keys and values side by side, as in the arena
+    slots = normal(lanes, full, 2, heads, window, dim).to(store)  # keys and values side by side, as in the arena
     full_present, code_present = presence(full), presence(codes)
     slots[~full_present] = torch.nan
     packed = codec.encode(normal(lanes, codes, heads, window, dim), normal(lanes, codes, heads, window, dim))
@@ -53,10 +60,10 @@ def make_view(
         rope=rope,
     )
     return TierView(
-        stored_keys=normal(lanes, heads, stored, dim),
-        stored_values=normal(lanes, heads, stored, dim),
-        new_keys=normal(lanes, heads, new, dim),
-        new_values=normal(lanes, heads, new, dim),
+        stored_keys=normal(lanes, heads, stored, dim).to(store),
+        stored_values=normal(lanes, heads, stored, dim).to(store),
+        new_keys=normal(lanes, heads, new, dim).to(dtype),
+        new_values=normal(lanes, heads, new, dim).to(dtype),
         history=history,
         sinks=sinks,
     )

@@ -1,0 +1,267 @@
+"""The CPU kernel: a share of the attention of a forward, and the shares put together.
+
+The tokens of a lane are divided into *items*: so many code windows, full windows or local windows each. An item attends
+by itself, with its own maximum, and leaves the sum of its weights, its weighted values and its window masses; `combine`
+brings the items of a lane to one maximum. Which thread does which items changes nothing.
+
+A *row* is one query of one query head. Rows of results are `[items, heads, rows, dim + 2 + windows]`: the weighted
+values, the maximum, the sum of the weights, and the masses of the item's windows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple, no_type_check
+
+import numpy as np
+from numba import njit
+
+from qevict.kernels.codes import attend_codes
+from qevict.kernels.exact import attend_exact, place_full, place_local
+from qevict.kernels.simd import get, put
+from qevict.kernels.tiles import BLOCK, NOTHING, TILE, compiled, convert
+
+PAST = np.dtype(
+    [(name, np.int64) for name in ("heads", "dim", "window", "unit", "units_per_window", "windows_per_item")]
+    + [(name, np.int64) for name in ("packed", "packed_lane", "packed_slot", "code_items", "full_items")]
+    + [(name, np.int64) for name in ("code_columns", "full_columns", "full_keys", "full_values")]
+    + [(name, np.int64) for name in ("full_lane", "full_slot", "full_head", "full_dtype")]
+    + [(name, np.int64) for name in ("cos", "sin", "positions", "pairs")]
+    + [(name, np.int64) for name in ("key_scale", "key_offset", "value_codes", "value_bits")]
+    + [(name, np.int64) for name in ("value_scale", "value_offset", "value_group")]
+)
+"""What the kernel has to know of a `History`: sizes, addresses, and strides and offsets in bytes."""
+
+CALL = np.dtype(
+    [(name, np.int64) for name in ("query", "query_lane", "query_head", "query_group", "query_token", "query_dtype")]
+    + [(name, np.int64) for name in ("group", "queries", "local_items", "stored_keys", "stored_values")]
+    + [(name, np.int64) for name in ("stored_lane", "stored_head", "stored", "stored_dtype")]
+    + [(name, np.int64) for name in ("new_keys", "new_keys_lane", "new_keys_head", "new_keys_token")]
+    + [(name, np.int64) for name in ("new_values", "new_values_lane", "new_values_head", "new_values_token")]
+    + [(name, np.int64) for name in ("new", "new_dtype", "sinks", "count_last")]
+    + [("scaling", np.float64)]
+)
+"""The same of a query and of the local tokens. `count_last` is -1 where the masses of every query are wanted."""
+
+
+class Rooms(NamedTuple):
+    """Addresses of a share's working memory, and of the results.
+
+    Attributes:
+        query: `[heads, rows, dim]` float32, scaled.
+        blocked: the same with the channels in the order in which keys are decoded.
+        logits: `[heads, rows, row]` float32 of one item; then its weights.
+        row: places in a row of logits.
+        cos, sin: `[pairs, 64]` float32.
+        parameters: `[units, 2, dim]` float32, scales and offsets of a tile's keys.
+        keys: `[8, 64]` float32.
+        bases: eight addresses.
+        vectors: `[9, 8]` addresses, see `decode.place_vector`.
+        halves: eight float16.
+        scales: `[2, parameters]` float32, scales and offsets of a window's values.
+        values: `[8, dim]` float32.
+        results: see above.
+    """
+
+    query: int
+    blocked: int
+    logits: int
+    row: int
+    cos: int
+    sin: int
+    parameters: int
+    keys: int
+    bases: int
+    vectors: int
+    halves: int
+    scales: int
+    values: int
+    results: int
+    end: int
+
+
+@no_type_check
+def make_rooms(start, heads, rows, row, dim, units, parameters, results):
+    """Rooms from an address on; `parameters` is how many scales the values of a window have. See `Rooms`."""
+    query = start
+    blocked = query + 4 * heads * rows * dim
+    logits = blocked + 4 * heads * rows * dim
+    cos = logits + 4 * heads * rows * row
+    sin = cos + 2 * TILE * dim
+    key_parameters = sin + 2 * TILE * dim
+    keys = key_parameters + 8 * dim * units
+    bases = keys + 4 * TILE * BLOCK
+    vectors = bases + 8 * BLOCK
+    halves = vectors + 72 * BLOCK
+    scales = halves + 2 * BLOCK
+    values = scales + 8 * (parameters + BLOCK)
+    end = values + 4 * BLOCK * dim
+    return Rooms(
+        query, blocked, logits, row, cos, sin, key_parameters, keys, bases, vectors, halves, scales, values,
+        results, end,
+    )  # fmt: skip
+
+
+rooms_at = compiled(make_rooms)
+
+
+@compiled
+@no_type_check
+def read_queries(past, call, lane, layout, rooms):
+    """The lane's queries, scaled, in both orders."""
+    rows, dim = call.group * call.queries, past.dim
+    for head in range(past.heads):
+        for row in range(rows):
+            source = call.query + lane * call.query_lane + head * call.query_head
+            source += row // call.queries * call.query_group + row % call.queries * call.query_token
+            place = 4 * (head * rows + row) * dim
+            query, blocked = rooms.query + place, rooms.blocked + place
+            convert(source, call.query_dtype, dim, query)
+            for channel in range(dim):
+                put(query + 4 * channel, np.float32(get(query + 4 * channel) * call.scaling))
+            for place in range(dim):
+                put(blocked + 4 * place, get(query + 4 * layout[head, place, 0]))
+
+
+@compiled
+@no_type_check
+def chosen(slots, lane, index, count):
+    """First and last (excluded) of the windows of an item; -1 fills up lanes that have fewer than others."""
+    first = index * count
+    stop = first
+    while stop < min(first + count, slots.shape[1]) and slots[lane, stop] >= 0:
+        stop += 1
+    return first, stop
+
+
+@compiled
+@no_type_check
+def attend_item(past, call, item, code_slots, full_slots, positions, layout, tables, rooms, results):
+    """Attend one item: code windows come first, then full windows, then local ones."""
+    items = past.code_items + past.full_items + call.local_items
+    lane, index = item // items, item % items
+    rows, most = call.group * call.queries, past.windows_per_item
+    for head in range(past.heads):
+        for row in range(rows):
+            results[item, head, row, past.dim] = NOTHING
+    if index < past.code_items:
+        first, stop = chosen(code_slots, lane, index, most)
+        if first < stop:
+            attend_codes(past, lane, first, stop, code_slots, positions, layout, rooms, rows, item, results)
+        return
+    index -= past.code_items
+    if index < past.full_items:
+        first, stop = chosen(full_slots, lane, index, most)
+        place_full(past, lane, first, stop, full_slots, tables, rooms, rows)
+        tokens = (stop - first) * past.window
+    else:
+        index -= past.full_items
+        windows = most * past.window
+        start = 0 if index == 0 else call.sinks + index * windows  # the first has the sinks, too
+        stop = min(call.stored + call.new, call.sinks + (index + 1) * windows)
+        place_local(past, call, lane, start, stop, index * most, tables, rooms, rows)
+        tokens = stop - start
+    if tokens:
+        attend_exact(past, tokens, tables, rooms, rows, item, results)
+
+
+@compiled
+@no_type_check
+def column_of(past, item, window, lane, code_slots, full_slots):
+    """The column of the masses that a window of an item belongs to; -1 if there is no such window."""
+    most = past.windows_per_item
+    if item < past.code_items:
+        window += item * most
+        missing = window >= code_slots.shape[1] or code_slots[lane, window] < 0
+        return -1 if missing else past.full_columns + code_slots[lane, window]
+    item -= past.code_items
+    if item < past.full_items:
+        window += item * most
+        return -1 if window >= full_slots.shape[1] else full_slots[lane, window]
+    return past.full_columns + past.code_columns + (item - past.full_items) * most + window
+
+
+@compiled
+@no_type_check
+def combine_row(past, call, lane, head, row, code_slots, full_slots, results, output, mass):
+    """Bring the items of a row to one maximum, and add them to the lane's output and masses."""
+    items = past.code_items + past.full_items + call.local_items
+    first, dim = lane * items, past.dim
+    highest = NOTHING
+    for item in range(first, first + items):
+        highest = max(highest, results[item, head, row, dim])
+    whole = np.float32(0)
+    for item in range(first, first + items):
+        results[item, head, row, dim] = np.exp(results[item, head, row, dim] - highest)
+        whole += results[item, head, row, dim] * results[item, head, row, dim + 1]
+    token = row % call.queries
+    step = token if call.count_last < 0 else 0
+    counted = call.count_last < 0 or token >= call.queries - call.count_last
+    for item in range(items):
+        factor = results[first + item, head, row, dim] / whole
+        if factor == 0:
+            continue
+        for channel in range(dim):
+            output[lane, head, row, channel] += factor * results[first + item, head, row, channel]
+        share = factor / np.float32(past.heads * call.group)
+        for window in range(past.windows_per_item if counted else 0):
+            column = column_of(past, item, window, lane, code_slots, full_slots)
+            if column < 0 or column >= mass.shape[2]:
+                break
+            mass[lane, step, column] += share * results[first + item, head, row, dim + 2 + window]
+
+
+@no_type_check
+def kept(function):
+    """`function` compiled, its code kept on disk: beside this file, or in the user's cache."""
+    options = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # neither place can be written
+        return njit(**options)(function)
+
+
+@no_type_check
+def _entries(version):
+    """The two functions that are called from Python.
+
+    Numba keeps compiled code on disk for each source file, bytecode and closure, but does not see when a file changes
+    that was imported. `version` stands in the closure, so that code compiled from other sources is not taken.
+    """
+
+    @kept
+    def attend_items(
+        pasts, calls, code_slots, full_slots, positions, layout, memory, row, parameters, tables, first, last, results
+    ):
+        """Attend items `first` to `last`, each into its place in the results, which come as zeros."""
+        past, call, _ = pasts[0], calls[0], version
+        rows, units = call.group * call.queries, TILE // past.unit
+        place = memory.ctypes.data
+        rooms = rooms_at(place, past.heads, rows, row, past.dim, units, parameters, results.ctypes.data)
+        for i in range(0, 4 * BLOCK * past.dim, 4):
+            put(rooms.values + i, 0.0)
+        items = past.code_items + past.full_items + call.local_items
+        lane = -1
+        for item in range(first, last):
+            if item // items != lane:
+                lane = item // items
+                read_queries(past, call, lane, layout, rooms)
+            attend_item(past, call, item, code_slots, full_slots, positions, layout, tables, rooms, results)
+
+    @kept
+    def combine(pasts, calls, code_slots, full_slots, results, output, mass):
+        """Put the items of every lane together; `output` and `mass` come as zeros."""
+        past, call, _ = pasts[0], calls[0], version
+        for lane in range(output.shape[0]):
+            for head in range(past.heads):
+                for row in range(call.group * call.queries):
+                    combine_row(past, call, lane, head, row, code_slots, full_slots, results, output, mass)
+
+    return attend_items, combine
+
+
+_SOURCES = ("simd.py", "tiles.py", "decode.py", "codes.py", "exact.py", "compiled.py")
+attend_items, combine = _entries(
+    hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _SOURCES)).hexdigest()
+)

@@ -1,0 +1,223 @@
+"""Decode attention on the CPU: one pass over all tiers where they lie, in a few microseconds of Python a call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qevict.codecs import WindowShape
+from qevict.kernels.compiled import CALL, PAST, attend_items, combine, make_rooms
+from qevict.kernels.formats import CodeFormat, format_of
+from qevict.kernels.pool import Pool
+from qevict.kernels.reference import Attended, History, TierView
+from qevict.kernels.simd import BFLOAT16, FLOAT16, FLOAT32
+from qevict.kernels.tiles import BLOCK, TILE
+from qevict.rope import Rope
+
+MOST_QUERIES = 64
+"""Longer texts are a matter of large products of matrices, which the reference leaves to torch."""
+_DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_ITEM_TOKENS = 512
+_SHARE = 1 << 19
+"""Numbers of keys and values that are worth another thread, which costs some 40 microseconds."""
+
+_log = logging.getLogger("qevict")
+_pool = Pool()
+
+
+class Prepared(NamedTuple):
+    """What the kernel needs to know of a history; the history keeps the memory alive."""
+
+    past: NDArray[Any]
+    code_slots: NDArray[np.int64]
+    full_slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    layout: NDArray[np.int64]
+    windows_per_item: int
+    tile_row: int
+    items: int
+    rope_tables: tuple[Tensor, Tensor]
+
+
+_prepared: WeakKeyDictionary[History, Prepared | None] = WeakKeyDictionary()
+
+
+def attend(
+    query: Float[Tensor, "lanes heads group queries dim"], view: TierView, scaling: float, count_last: int | None = None
+) -> Attended | None:
+    """As `reference.attend`; None where this kernel does not know the codec, the shape or the dtype, or gradients."""
+    lanes, heads, group, queries, dim = query.shape
+    stored, new = view.stored_keys, view.new_keys
+    if query.device.type != "cpu" or queries > MOST_QUERIES or dim % BLOCK:
+        return None
+    if any(t.dtype not in _DTYPES or t.stride(-1) != 1 for t in (query, stored, new, view.new_values)):
+        return None
+    if query.requires_grad or new.requires_grad or view.new_values.requires_grad:
+        return None
+    history = view.history
+    prepared = _prepared[history] if history in _prepared else _prepare(history)
+    if prepared is None:
+        return None
+
+    local, window, most = stored.shape[2] + new.shape[2], history.full_keys.shape[3], prepared.windows_per_item
+    local_windows = -(-max(0, local - view.sinks) // window)
+    local_items = max(1, -(-local_windows // most))
+    call = _call(query, view, scaling, count_last, local_items)
+    items, rows = lanes * (prepared.items + local_items), group * queries
+    results = np.zeros((items, heads, rows, dim + 2 + most), np.float32)
+    slots = prepared.code_slots.shape[1] + prepared.full_slots.shape[1]
+    threads = min(torch.get_num_threads(), items, 1 + 2 * lanes * heads * dim * (local + slots * window) // _SHARE)
+    bounds = [items * i // threads for i in range(threads + 1)]
+    tables = (prepared.past, call, prepared.code_slots, prepared.full_slots)
+
+    exact = view.sinks + most * window + BLOCK
+    row = max(exact, prepared.tile_row)
+
+    def attend_share(first: int, last: int) -> None:
+        size = _room(heads, rows, row, dim, window)
+        attend_items(
+            *tables,
+            prepared.positions,
+            prepared.layout,
+            np.empty(size, np.uint8),
+            row,
+            window * (dim // BLOCK),
+            np.empty((2 + 2 * heads, exact), np.int64),
+            first,
+            last,
+            results,
+        )
+
+    columns = history.full_keys.shape[1] + history.packed.shape[1] + local_windows
+    output = np.zeros((lanes, heads, rows, dim), np.float32)
+    mass = np.zeros((lanes, queries if count_last is None else 1, columns), np.float32)
+    with _told():
+        if threads == 1:
+            attend_share(0, items)
+        else:
+            _pool.run([partial(attend_share, first, last) for first, last in pairwise(bounds)])
+        combine(*tables, results, output, mass)
+    attended = torch.from_numpy(output).view(query.shape)
+    return Attended(attended if query.dtype == torch.float32 else attended.to(query.dtype), torch.from_numpy(mass))
+
+
+@functools.lru_cache(maxsize=64)
+def _room(heads: int, rows: int, row: int, dim: int, window: int) -> int:
+    """Bytes of working memory that a share needs."""
+    return make_rooms(0, heads, rows, row, dim, BLOCK, window * (dim // BLOCK), 0).end
+
+
+def _call(query: Tensor, view: TierView, scaling: float, count_last: int | None, local_items: int) -> NDArray[Any]:
+    stored, new, new_values = view.stored_keys, view.new_keys, view.new_values
+    size, stored_size, new_size = query.itemsize, stored.itemsize, new.itemsize
+    lane, head, group, token, _ = query.stride()
+    stored_lane, stored_head, _, _ = stored.stride()
+    keys_lane, keys_head, keys_token, _ = new.stride()
+    values_lane, values_head, values_token, _ = new_values.stride()
+    fields = (
+        *(query.data_ptr(), size * lane, size * head, size * group, size * token, _DTYPES[query.dtype]),
+        *(query.shape[2], query.shape[3], local_items, stored.data_ptr(), view.stored_values.data_ptr()),
+        *(stored_size * stored_lane, stored_size * stored_head, stored.shape[2], _DTYPES[stored.dtype]),
+        *(new.data_ptr(), new_size * keys_lane, new_size * keys_head, new_size * keys_token),
+        *(new_values.data_ptr(), new_size * values_lane, new_size * values_head, new_size * values_token),
+        *(new.shape[2], _DTYPES[new.dtype], view.sinks, -1 if count_last is None else count_last),
+        scaling,
+    )
+    return np.array([fields], CALL)
+
+
+def _prepare(history: History) -> Prepared | None:
+    full, packed, rope = history.full_keys, history.packed, history.rope
+    _, _, heads, window, dim = full.shape
+    described = format_of(history.codec, WindowShape(heads, window, dim))
+    if described is None or full.dtype not in _DTYPES:
+        _prepared[history] = None
+        return None
+    unit = min(TILE, -(-window // BLOCK) * BLOCK)
+    units_per_window = -(-window // TILE)
+    most = max(1, _ITEM_TOKENS // TILE * (TILE // unit) // units_per_window)
+    code_slots, full_slots = _slots(history.code_present), _slots(history.full_present)
+    positions = history.code_positions.gather(1, code_slots.clamp(min=0)) if code_slots.numel() else code_slots
+    cos, sin = rope.transposed(int(positions.max()) + window if positions.numel() else 0)
+    lane, slot, head, _, _ = full.stride()
+    code_items, full_items = -(-code_slots.shape[1] // most), -(-full_slots.shape[1] // most)
+    fields = (
+        *(heads, dim, window, unit, units_per_window, most),
+        *(packed.data_ptr(), packed.stride(0), packed.stride(1), code_items, full_items),
+        *(packed.shape[1], full.shape[1], full.data_ptr(), history.full_values.data_ptr()),
+        *(full.itemsize * lane, full.itemsize * slot, full.itemsize * head, _DTYPES[full.dtype]),
+        *(cos.data_ptr(), sin.data_ptr(), 4 * cos.shape[1], rope.rotary_dim // 2),
+        *described[2:],
+    )
+    prepared = Prepared(
+        np.array([fields], PAST),
+        code_slots.numpy(),
+        full_slots.numpy(),
+        positions.numpy(),
+        _layout(described, rope),
+        most,
+        -(-most * units_per_window // (TILE // unit)) * TILE,
+        code_items + full_items,
+        (cos, sin),
+    )
+    _prepared[history] = prepared
+    return prepared
+
+
+def _layout(described: CodeFormat, rope: Rope) -> NDArray[np.int64]:
+    """`[heads, dim, 3]` channel, offset and bits of keys in the order in which they are decoded.
+
+    Channels that turn together are four places apart: four first ones, then the four second ones. Those that do not
+    turn come behind them.
+    """
+    heads, dim = described.key_bits.shape
+    if rope.layout == "interleaved":
+        pairs = np.arange(dim).reshape(-1, 2)
+    else:
+        turning, other = np.split(np.arange(dim), [rope.rotary_dim])
+        pairs = np.concatenate([turning.reshape(2, -1).T, other.reshape(-1, 2)])
+    order = pairs.reshape(-1, 4, 2).swapaxes(1, 2).ravel()
+    parts = np.broadcast_to(np.arange(dim), (heads, dim)), described.key_rows, described.key_bits
+    return np.ascontiguousarray(np.stack([part[:, order] for part in parts], axis=2))
+
+
+def _slots(present: Tensor) -> Tensor:
+    """The slots that hold something, in every lane first those; -1 fills up lanes that have fewer."""
+    lanes, slots = present.shape
+    index = torch.arange(slots).expand(lanes, -1)
+    ordered = index.masked_fill(~present, slots).sort(dim=1).values
+    most = int(present.sum(dim=1).max()) if present.numel() else 0
+    return ordered[:, :most].masked_fill(ordered[:, :most] == slots, -1).contiguous()
+
+
+_compiled = False
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Say what takes so long when the kernel is compiled, once on a machine."""
+    global _compiled
+    if _compiled:
+        yield
+        return
+    timer = threading.Timer(3.0, _log.warning, ["compiling the CPU kernel; its code is kept for the next time"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _compiled = True

@@ -1,0 +1,148 @@
+"""What is done within a tile of 64 tokens: numbers to float32, keys to logits, weights and values to outputs.
+
+Everything is at an address (see `simd`). A *row* is one query of one query head; the rows of a KV head share what is
+read of its keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import numpy as np
+from numba import njit
+
+from qevict.kernels import simd
+from qevict.kernels.simd import (
+    BFLOAT16,
+    FLOAT32,
+    add,
+    exp,
+    load,
+    load_one,
+    maximum,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+    subtract_product,
+)
+
+TILE = 64
+"""Tokens of a tile."""
+BLOCK = 8
+"""Numbers of a vector; also channels that are decoded together, and tokens whose values are."""
+NOTHING = np.float32(-np.inf)
+"""The logit of what is not seen."""
+
+compiled = njit(nogil=True, fastmath={"contract"}, error_model="numpy")
+inlined = njit(nogil=True, fastmath={"contract"}, error_model="numpy", forceinline=True)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@compiled
+@no_type_check
+def convert(source, dtype, count, target):
+    """`count` numbers of a storage (a multiple of 8) as float32."""
+    if dtype == FLOAT32:
+        for i in range(0, 4 * count, 32):
+            store(target + i, load(source + i))
+    elif dtype == BFLOAT16:
+        for i in range(0, 2 * count, 16):
+            store(target + 2 * i, simd.load_bfloat16(source + i))
+    else:
+        for i in range(0, 2 * count, 16):
+            store(target + 2 * i, simd.load_float16(source + i))
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+@no_type_check
+def rotate(first, second, cos, sin):
+    """Turn two channels of 64 keys, in place."""
+    for i in range(0, 4 * TILE, 32):
+        x, y = load(first + i), load(second + i)
+        c, s = load(cos + i), load(sin + i)
+        store(first + i, subtract_product(y, s, multiply(x, c)))
+        store(second + i, multiply_add(x, s, multiply(y, c)))
+
+
+@inlined
+@no_type_check
+def add_products(query, keys, logits):
+    """Add to 64 logits the products of eight channels, `keys` 64 tokens a channel."""
+    q0, q1, q2, q3 = load_one(query), load_one(query + 4), load_one(query + 8), load_one(query + 12)
+    q4, q5, q6, q7 = load_one(query + 16), load_one(query + 20), load_one(query + 24), load_one(query + 28)
+    channel = 4 * TILE
+    for i in range(0, channel, 32):
+        k = keys + i
+        x = multiply_add(q0, load(k), load(logits + i))
+        y = multiply(q1, load(k + channel))
+        x = multiply_add(q2, load(k + 2 * channel), x)
+        y = multiply_add(q3, load(k + 3 * channel), y)
+        x = multiply_add(q4, load(k + 4 * channel), x)
+        y = multiply_add(q5, load(k + 5 * channel), y)
+        x = multiply_add(q6, load(k + 6 * channel), x)
+        y = multiply_add(q7, load(k + 7 * channel), y)
+        store(logits + i, add(x, y))
+
+
+@compiled
+@no_type_check
+def product(x, y, dim):
+    """Scalar product of two rows of float32."""
+    sum_1 = sum_2 = splat(0.0)
+    i, end = 0, 4 * dim
+    while i + 32 < end:
+        sum_1 = multiply_add(load(x + i), load(y + i), sum_1)
+        sum_2 = multiply_add(load(x + i + 32), load(y + i + 32), sum_2)
+        i += 64
+    if i < end:
+        sum_1 = multiply_add(load(x + i), load(y + i), sum_1)
+    return simd.total(add(sum_1, sum_2))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+@no_type_check
+def add_values(weights, values, dim, output):
+    """Add to the output of a row the values of eight tokens, by their weights."""
+    w0, w1, w2, w3 = load_one(weights), load_one(weights + 4), load_one(weights + 8), load_one(weights + 12)
+    w4, w5, w6, w7 = load_one(weights + 16), load_one(weights + 20), load_one(weights + 24), load_one(weights + 28)
+    row = 4 * dim
+    for i in range(0, row, 32):
+        v = values + i
+        x = multiply_add(w0, load(v), load(output + i))
+        y = multiply(w1, load(v + row))
+        x = multiply_add(w2, load(v + 2 * row), x)
+        y = multiply_add(w3, load(v + 3 * row), y)
+        x = multiply_add(w4, load(v + 4 * row), x)
+        y = multiply_add(w5, load(v + 5 * row), y)
+        x = multiply_add(w6, load(v + 6 * row), x)
+        y = multiply_add(w7, load(v + 7 * row), y)
+        store(output + i, add(x, y))
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@compiled
+@no_type_check
+def softmax(logits, count):
+    """Weights exp(logit - maximum) in place of logits, a multiple of 8 of them; returns the maximum.
+
+    Where all are NOTHING, so is the maximum, and the weights are 0.
+    """
+    highest = splat(NOTHING)
+    for i in range(0, 4 * count, 32):
+        highest = maximum(highest, load(logits + i))
+    most = simd.largest(highest)
+    shift = splat(-most)
+    for i in range(0, 4 * count, 32):
+        store(logits + i, splat(0.0) if most == NOTHING else exp(add(load(logits + i), shift)))
+    return most
