@@ -21,7 +21,7 @@ from qevict.architectures import attention_modules, decoder, describe, rope_para
 Layout = Literal["half", "interleaved"]
 
 _GROWTH = 1024  # table rows added at a time, so that decoding does not copy the tables at every step
-_BEHIND = 64  # positions that a kernel may read behind the last, whatever stands there
+_EIGHT = 8  # numbers that a kernel reads at once
 _PROBE_POSITIONS = (0, 1, 2, 3, 5, 7)  # below every longrope switch
 _APPLY = "apply_rotary_pos_emb"
 
@@ -50,7 +50,7 @@ class Rope:
         self.layout = layout
         self.dtype = dtype
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._transposed: tuple[Tensor, Tensor] | None = None
+        self._padded: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def identity(cls) -> Rope:
@@ -65,7 +65,7 @@ class Rope:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the tables held now, on all devices."""
-        held = [*self._tables.values(), *([] if self._transposed is None else [self._transposed])]
+        held = [*self._tables.values(), *([] if self._padded is None else [self._padded])]
         return sum(table.nbytes for tables in held for table in tables)
 
     def tables(
@@ -80,13 +80,15 @@ class Rope:
             self._tables[device] = held
         return held
 
-    def transposed(self, length: int) -> tuple[Float[Tensor, "pairs positions"], Float[Tensor, "pairs positions"]]:
-        """`tables` for kernels: float32, on the CPU, a pair's positions side by side, some zeros behind the last."""
-        held = self._transposed
-        if held is None or held[0].shape[1] - _BEHIND < length:
+    def padded_tables(
+        self, length: int
+    ) -> tuple[Float[Tensor, "padded_positions padded_pairs"], Float[Tensor, "padded_positions padded_pairs"]]:
+        """`tables` for kernels: float32, on the CPU, zeros behind each row and behind the last, in whole eights."""
+        held = self._padded
+        if held is None or held[0].shape[0] - _EIGHT < length:
             cos, sin = self.tables(length, torch.device("cpu"))
-            held = _transposed(cos), _transposed(sin)
-            self._transposed = held
+            held = _padded(cos), _padded(sin)
+            self._padded = held
         return held
 
     def rotate(
@@ -148,8 +150,8 @@ class Rope:
         return turning[..., : self.rotary_dim // 2], turning[..., self.rotary_dim // 2 :]
 
 
-def _transposed(table: Float[Tensor, "positions pairs"]) -> Float[Tensor, "pairs padded"]:
-    return torch.nn.functional.pad(table.float().mT, (0, _BEHIND)).contiguous()
+def _padded(table: Float[Tensor, "positions pairs"]) -> Float[Tensor, "padded_positions padded_pairs"]:
+    return torch.nn.functional.pad(table.float(), (0, -table.shape[1] % _EIGHT, 0, _EIGHT)).contiguous()
 
 
 class TableRope(Rope):

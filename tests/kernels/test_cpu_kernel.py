@@ -16,7 +16,7 @@ from numba.core import caching
 from torch import Tensor
 from views import SCALING, make_view, random_query
 
-from qevict.codecs import KiviCodec, MinMaxCodec, TurboQuantCodec
+from qevict.codecs import AllottedCodec, KiviCodec, MinMaxCodec, TurboQuantCodec
 from qevict.kernels import attend, cpu, reference
 from qevict.kernels.compiled import kept
 from qevict.kernels.reference import Attended, TierView
@@ -45,24 +45,33 @@ def distance(given: Tensor, expected: Tensor) -> float:
     return float((given.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
+SIZES = {
+    "lanes": st.integers(1, 3),
+    "heads": st.integers(1, 3),
+    "dim": st.sampled_from([8, 64, 80, 96, 128, 256]),
+    "window": st.sampled_from([1, 4, 7, 8, 16, 24, 32, 40, 48, 61, 64, 100]),
+    "full": st.integers(0, 4),
+    "codes": st.integers(0, 4) | st.sampled_from([9, 40]),
+    "stored": st.integers(0, 40),
+    "holes": st.booleans(),
+    "dtype": st.sampled_from(DTYPES),
+    "store": st.sampled_from(DTYPES),
+    "codec": CODECS,
+    "seed": st.integers(0, 2**31),
+}
+
+
+def check(query: Tensor, view: TierView, count_last: int | None = None) -> None:
+    given, expected = by_kernel(query, view, count_last), reference.attend(query, view, SCALING, count_last)
+    assert given.output.dtype == query.dtype
+    assert given.output.shape == query.shape
+    assert distance(given.output, expected.output) < (1e-4 if query.dtype == torch.float32 else 2e-2)
+    torch.testing.assert_close(given.mass, expected.mass, rtol=1e-3, atol=1e-5)
+
+
 @settings(max_examples=120)
 @given(
-    sizes=st.fixed_dictionaries(
-        {
-            "lanes": st.integers(1, 3),
-            "heads": st.integers(1, 3),
-            "dim": st.sampled_from([8, 64, 80, 96, 128, 256]),
-            "window": st.sampled_from([1, 4, 7, 8, 16, 32, 61, 64, 100]),
-            "full": st.integers(0, 4),
-            "codes": st.integers(0, 4) | st.sampled_from([9, 40]),
-            "stored": st.integers(0, 40),
-            "holes": st.booleans(),
-            "dtype": st.sampled_from(DTYPES),
-            "store": st.sampled_from(DTYPES),
-            "codec": CODECS,
-            "seed": st.integers(0, 2**31),
-        }
-    ),
+    sizes=st.fixed_dictionaries(SIZES),
     rope=st.sampled_from(sorted(ROPES)),
     group=st.integers(1, 4),
     queries=st.sampled_from([1, 1, 2, 5, 17]),
@@ -74,20 +83,30 @@ def test_output_and_masses_are_the_reference_s(
 ) -> None:
     sinks = min(sinks, sizes["stored"] + queries)
     view = make_view(**sizes, new=queries, sinks=sinks, rope=ROPES[rope](sizes["dim"]))
-    query = random_query(view, group, queries)
-    given, expected = by_kernel(query, view, count_last), reference.attend(query, view, SCALING, count_last)
-    assert given.output.dtype == query.dtype
-    assert given.output.shape == query.shape
-    assert distance(given.output, expected.output) < (1e-4 if query.dtype == torch.float32 else 2e-2)
-    torch.testing.assert_close(given.mass, expected.mass, rtol=1e-3, atol=1e-5)
+    check(random_query(view, group, queries), view, count_last)
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.fixed_dictionaries(
+        SIZES
+        | {
+            "window": st.sampled_from([8, 16, 24, 32, 64, 104]),
+            "codec": st.builds(AllottedCodec, st.sampled_from([0.5, 2, 3.3, 4, 8]), st.integers(1, 4)),
+        }
+    ),
+    rope=st.sampled_from(sorted(ROPES)),
+    group=st.integers(1, 4),
+)
+def test_lanes_may_have_ranges_and_bits_of_their_own(sizes: dict[str, Any], rope: str, group: int) -> None:
+    view = make_view(**sizes, new=2, rope=ROPES[rope](sizes["dim"]))
+    check(random_query(view, group, 2), view)
 
 
 def test_many_windows_make_several_items() -> None:
     view = make_view(codes=150, full=90, stored=300, window=16, lanes=2, dim=64, new=2)
     query = random_query(view, 3, 2)
-    given, expected = by_kernel(query, view), reference.attend(query, view, SCALING)
-    assert distance(given.output, expected.output) < 1e-4
-    torch.testing.assert_close(given.mass, expected.mass, rtol=1e-3, atol=1e-6)
+    check(query, view)
 
 
 def test_a_step_sees_what_its_history_holds_at_that_time() -> None:
@@ -96,7 +115,7 @@ def test_a_step_sees_what_its_history_holds_at_that_time() -> None:
     query = random_query(view, 2, 4)
     by_kernel(query, view)
     later = view._replace(history=make_view(codes=9, seed=1).history)
-    assert distance(by_kernel(query, later).output, reference.attend(query, later, SCALING).output) < 1e-4
+    check(query, later)
 
 
 def test_tensors_may_be_cut_out_of_larger_ones() -> None:
@@ -179,6 +198,7 @@ def unknown(what: str) -> tuple[Tensor, TierView]:
     """A query and a view that the kernel has to leave alone."""
     sizes: dict[str, Any] = {
         "codec": {"codec": TurboQuantCodec()},
+        "many levels": {"codec": AllottedCodec(3, 5), "window": 8},
         "value groups": {"codec": KiviCodec(channels=12), "dim": 24},
         "head size": {"dim": 20},
         "dtype": {"dtype": torch.float64},
@@ -193,7 +213,7 @@ def unknown(what: str) -> tuple[Tensor, TierView]:
 
 
 @pytest.mark.parametrize(
-    "what", ["codec", "value groups", "head size", "dtype", "storage", "text", "strides", "gradient"]
+    "what", ["codec", "many levels", "value groups", "head size", "dtype", "storage", "text", "strides", "gradient"]
 )
 def test_what_the_kernel_does_not_know_is_attended_by_the_reference(what: str) -> None:
     query, view = unknown(what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qevict.codecs import Codec, MinMaxCodec, WindowShape
+from qevict.codecs import Codec, MinMaxCodec, PromptCodec, WindowShape
 from qevict.kernels.reference import History, TierView
 from qevict.rope import Rope
 
@@ -26,11 +26,11 @@ def make_view(
     holes: bool = True,
     dtype: torch.dtype = torch.float32,
     store: torch.dtype | None = None,
-    codec: Codec | None = None,
+    codec: Codec | PromptCodec | None = None,
     rope: Rope | None = None,
     seed: int = 0,
 ) -> TierView:
-    """Random tiers, stored in `store` (None: in the model's `dtype`).
+    """Random tiers, stored in `store` (None: in the model's `dtype`); a `PromptCodec` is fitted to random keys.
 
     With holes some slots hold no window, and bytes that decode to NaN.
     """
@@ -44,6 +44,9 @@ def make_view(
     def presence(slots: int) -> Tensor:
         return torch.rand(lanes, slots, generator=generator) < (0.6 if holes else 2.0)
 
+    if isinstance(codec, PromptCodec):
+        spread = normal(lanes, heads, 1, dim).exp()  # so that channels get different bits
+        codec = codec.fit(spread * normal(lanes, heads, 32, dim), torch.ones(lanes, heads, dim))
     slots = normal(lanes, full, 2, heads, window, dim).to(store)  # keys and values side by side, as in the arena
     full_present, code_present = presence(full), presence(codes)
     slots[~full_present] = torch.nan

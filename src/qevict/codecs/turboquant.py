@@ -142,7 +142,7 @@ class TurboQuantCodec:
                 chosen.shape
             )  # twice as fast as levels[chosen]
             turned *= scales[..., block, None].float()
-            rows.append(turned @ _turn_back(sizes[block], self.seed, codes.device))
+            rows.append(turned @ turn_back(sizes[block], self.seed, codes.device))
         return torch.cat(rows, dim=-1).clamp(-LIMIT, LIMIT)
 
 
@@ -201,7 +201,7 @@ def hadamard(x: Float32[Tensor, "*rows size"]) -> Float32[Tensor, "*rows size"]:
 
 
 @functools.cache
-def _turn_back(size: int, seed: int, device: torch.device) -> Float32[Tensor, "size size"]:
+def turn_back(size: int, seed: int, device: torch.device) -> Float32[Tensor, "size size"]:
     """What a rotated row is multiplied with; a product of matrices is faster than `hadamard`."""
     return hadamard(torch.eye(size, device=device)) * random_signs(size, seed, device)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import no_type_check
 
 from qevict.kernels import simd
-from qevict.kernels.decode import decode_channel, decode_rows, place_vector
-from qevict.kernels.simd import FLOAT16, add, copy_2, get_address, load, prefetch, put, put_address, store
+from qevict.kernels.decode import ENTRY, decode_channels, decode_levels, decode_rows, place_vector
+from qevict.kernels.simd import FLOAT16, add, copy_2, get, load, prefetch, put, splat, store, transpose
 from qevict.kernels.tiles import (
     BLOCK,
     NOTHING,
@@ -19,14 +19,16 @@ from qevict.kernels.tiles import (
     add_values,
     compiled,
     convert,
+    product,
     rotate,
+    scale_weights,
     softmax,
 )
 
 
 @compiled
 @no_type_check
-def attend_codes(past, lane, first, stop, slots, positions, layout, rooms, rows, item, results):
+def attend_codes(past, lane, first, stop, slots, positions, layout, groups, rooms, rows, item, results):
     """Attend the lane's code windows `first` to `stop`, in the order of `slots`."""
     in_tile = TILE // past.unit
     units = (stop - first) * past.units_per_window
@@ -48,45 +50,49 @@ def attend_codes(past, lane, first, stop, slots, positions, layout, rooms, rows,
                 whole += share
             results[item, head, row, past.dim] = highest
             results[item, head, row, past.dim + 1] = whole
-    for index in range(first, stop):
-        window = past.packed + lane * past.packed_lane + slots[lane, index] * past.packed_slot
-        add_window_values(past, window, (index - first) * past.units_per_window, rooms, rows, item, results)
+    for head in range(past.heads):
+        outputs = rooms.results + 4 * (item * past.heads + head) * rows * results.shape[3]
+        add_code_values(past, lane, first, stop, head, slots, groups, rooms, rows, outputs, 4 * results.shape[3])
 
 
 @compiled
 @no_type_check
 def key_tile(past, lane, first, tile, present, slots, positions, layout, rooms, rows):
     """The logits of one tile, which has `present` units."""
-    dim, size = past.dim, 4 * past.unit
-    fetch_next(past, lane, first, tile, slots)
+    dim = past.dim
+    fetch_next(past, lane, first, tile, slots, positions)
     vectors = past.unit // BLOCK
-    for u in range(TILE // past.unit):
-        # Places of a tile that no unit takes are filled with the first one's, so that whatever is there can be read.
-        index, start = unit_of(past, first, tile, u if u < present else 0)
+    for i in range(BLOCK):
+        # Places of a tile that no unit takes are read as the first one's, whatever becomes of it.
+        u = i // vectors if i // vectors < present else 0
+        index, start = unit_of(past, first, tile, u)
         window = past.packed + lane * past.packed_lane + slots[lane, index] * past.packed_slot
-        for i in range(vectors):
-            parameters = rooms.parameters + 8 * dim * (u if u < present else 0)
-            place_vector(rooms.vectors, u * vectors + i, window, start + BLOCK * i, parameters)
-        if u >= present:
-            continue
-        put_address(rooms.bases + 8 * u, window)
-        position = 4 * (positions[lane, index] + start)
-        for pair in range(past.pairs):
-            source, target = pair * past.positions + position, 4 * pair * TILE + u * size
-            for i in range(0, size, 4 * BLOCK):
-                store(rooms.cos + target + i, load(past.cos + source + i))
-                store(rooms.sin + target + i, load(past.sin + source + i))
+        ranges = rooms.ranges + 8 * dim * u
+        if past.key_ranges:  # the lane's, for all of its windows
+            ranges = past.key_ranges + 8 * lane * past.heads * dim
+        place_vector(rooms.vectors, i, window, start + BLOCK * (i % vectors), ranges)
+    for u in range(present):
+        index, start = unit_of(past, first, tile, u)
+        source, tokens = past.turns * (positions[lane, index] + start), min(past.unit, past.window - start)
+        for pair in range(0, past.pairs, BLOCK):
+            for token in range(0, tokens, BLOCK):
+                place, target = source + past.turns * token + 4 * pair, 4 * (pair * TILE + u * past.unit + token)
+                transpose(past.cos + place, past.turns, rooms.cos + target, 4 * TILE)
+                transpose(past.sin + place, past.turns, rooms.sin + target, 4 * TILE)
     for head in range(past.heads):
-        for u in range(present):
-            window, target = get_address(rooms.bases + 8 * u), rooms.parameters + 8 * dim * u
-            convert(window + past.key_scale + 2 * head * dim, FLOAT16, dim, target)
-            convert(window + past.key_offset + 2 * head * dim, FLOAT16, dim, target + 4 * dim)
+        if not past.key_ranges:
+            for u in range(present):
+                index, _ = unit_of(past, first, tile, u)
+                window = past.packed + lane * past.packed_lane + slots[lane, index] * past.packed_slot
+                convert(window + past.key_scale + 2 * head * dim, FLOAT16, dim, rooms.ranges + 8 * dim * u)
+                convert(window + past.key_offset + 2 * head * dim, FLOAT16, dim, rooms.ranges + 8 * dim * u + 4 * dim)
         logits = rooms.logits + 4 * (head * rows * rooms.row + tile * TILE)
         for row in range(rows):
             for i in range(0, 4 * TILE, 4 * BLOCK):
-                store(logits + 4 * row * rooms.row + i, simd.splat(0.0))
+                store(logits + 4 * row * rooms.row + i, splat(0.0))
+        own = min(lane, layout.shape[0] - 1)
         for block in range(dim // BLOCK):
-            decode_keys(past, head, block, layout, rooms)
+            decode_keys(past, own, head, block, layout, rooms)
             for row in range(rows):
                 query = rooms.blocked + 4 * ((head * rows + row) * dim + BLOCK * block)
                 add_products(query, rooms.keys, logits + 4 * row * rooms.row)
@@ -95,15 +101,23 @@ def key_tile(past, lane, first, tile, present, slots, positions, layout, rooms, 
 
 @compiled
 @no_type_check
-def decode_keys(past, head, block, layout, rooms):
-    """Eight channels of a tile's keys, `layout[head]` telling which: four, and the four that turn with them."""
-    for i in range(BLOCK):
-        place = BLOCK * block + i
-        channel, row, bits = layout[head, place, 0], layout[head, place, 1], layout[head, place, 2]
-        target = rooms.keys + 4 * TILE * i
-        decode_channel(bits, rooms.vectors, row, past.window, 4 * channel, 4 * (past.dim + channel), target)
+def decode_keys(past, lane, head, block, layout, rooms):
+    """Eight channels of a tile's keys, `layout[lane, head]` telling which: four, and the four that turn with them."""
+    span = 1 if past.unit % (2 * BLOCK) else 2
+    scales = 8 * head * past.dim if past.key_ranges else 0
+    start, i = BLOCK * block, 0
+    entries = layout.ctypes.data + ENTRY * ((lane * past.heads + head) * past.dim + start)
+    while i < BLOCK:
+        bits, stop = layout[lane, head, start + i, 2], i + 1
+        while stop < BLOCK and layout[lane, head, start + stop, 2] == bits:
+            stop += 1
+        decode_channels(
+            bits, span, entries + ENTRY * i, stop - i, rooms.vectors, past.window, scales, 4 * past.dim,
+            rooms.keys + 4 * TILE * i,
+        )  # fmt: skip
+        i = stop
     for i in range(4):
-        pair = 4 * block + i
+        pair = layout[lane, head, start + i, 3]
         if pair < past.pairs:
             keys, turn = rooms.keys + 4 * TILE * i, 4 * TILE * pair
             rotate(keys, keys + 16 * TILE, rooms.cos + turn, rooms.sin + turn)
@@ -111,7 +125,7 @@ def decode_keys(past, head, block, layout, rooms):
 
 @compiled
 @no_type_check
-def fetch_next(past, lane, first, tile, slots):
+def fetch_next(past, lane, first, tile, slots, positions):
     """Have the windows of the next tile brought near: their parts are read in no order that a processor foresees."""
     after, _ = unit_of(past, first, tile + 1, 0)
     count = max(1, TILE // past.unit)
@@ -120,6 +134,10 @@ def fetch_next(past, lane, first, tile, slots):
             window = past.packed + lane * past.packed_lane + slots[lane, index] * past.packed_slot
             for place in range(window, window + past.packed_slot, 64):
                 prefetch(place)
+            turns = past.turns * positions[lane, index]
+            for place in range(turns, turns + past.turns * past.window, 64):
+                prefetch(past.cos + place)
+                prefetch(past.sin + place)
 
 
 @compiled
@@ -146,34 +164,79 @@ def hide_rest(past, first, tile, present, rooms, rows, logits):
 
 @compiled
 @no_type_check
-def add_window_values(past, window, unit, rooms, rows, item, results):
-    """Add the weighted values of a window, whose first unit is the item's `unit`, to the outputs of all rows."""
-    dim, group, bits, in_tile = past.dim, past.value_group, past.value_bits, TILE // past.unit
-    groups = (dim + group - 1) // group
-    count = past.window * groups
-    padded = (count + BLOCK - 1) // BLOCK * BLOCK
-    row_bytes = dim * bits >> 3  # whole bytes in every plane, as there are whole vectors of channels
-    for head in range(past.heads):
-        scales, offsets = rooms.scales, rooms.scales + 4 * padded
-        parameters = 2 * head * count
-        read_halves(window + past.value_scale + parameters, count, rooms.halves, scales)
-        read_halves(window + past.value_offset + parameters, count, rooms.halves, offsets)
-        for first in range(0, past.window, BLOCK):
-            tokens = min(BLOCK, past.window - first)  # what is left in `values` of others has no weight
-            packed = window + past.value_codes + (head * past.window + first) * row_bytes
-            for start in range(0, dim, group):
-                place = 4 * (first * groups + start // group)
-                vectors, target = min(group, dim - start) // BLOCK, rooms.values + 4 * start
-                decode_rows(
-                    bits, packed, dim // BLOCK, tokens, start // BLOCK, vectors,
-                    scales + place, offsets + place, 4 * groups, target, 4 * dim,
-                )  # fmt: skip
-            u = unit + first // TILE
-            place = u // in_tile * TILE + u % in_tile * past.unit + first % TILE
+def add_code_values(past, lane, first, stop, head, slots, groups, rooms, rows, outputs, output_row):
+    """Add the weighted values of the lane's windows `first` to `stop` to a head's outputs, one for each row.
+
+    The scales of tokens go into the weights, and the offsets into one number for all windows.
+
+    Args:
+        outputs: that of the first row; the next are `output_row` bytes apart.
+    """
+    dim, count, in_tile = past.dim, groups.shape[0], TILE // past.unit
+    units = (stop - first) * past.units_per_window
+    padded = (units + in_tile - 1) // in_tile * TILE
+    lane_weights = rooms.logits + 4 * head * rows * rooms.row
+    read_ranges(past, lane, first, stop, past.value_scale, head, slots, count, rooms)
+    for row in range(rows):
+        for group in range(count):
+            scaled = rooms.scaled + 4 * (row * count + group) * rooms.row
+            scale_weights(lane_weights + 4 * row * rooms.row, rooms.scales + 4 * group * rooms.row, padded, scaled)
+    if past.value_offset >= 0:
+        read_ranges(past, lane, first, stop, past.value_offset, head, slots, count, rooms)
+        for row in range(rows):
+            for group in range(count):
+                offsets = rooms.scales + 4 * group * rooms.row
+                shift = splat(product(lane_weights + 4 * row * rooms.row, offsets, padded))
+                start = outputs + row * output_row + 4 * groups[group, 0]
+                for place in range(start, start + 4 * groups[group, 1], 4 * BLOCK):
+                    store(place, add(load(place), shift))
+    row_bytes = dim * past.value_bits >> 3  # whole bytes in every plane, as there are whole vectors of channels
+    for index in range(first, stop):
+        window = past.packed + lane * past.packed_lane + slots[lane, index] * past.packed_slot + past.value_codes
+        for token in range(0, past.window, BLOCK):
+            tokens = min(BLOCK, past.window - token)  # what is left in `values` of others has no weight
+            packed = window + (head * past.window + token) * row_bytes
+            if past.levels:
+                for group in range(count):
+                    start, vectors = groups[group, 0] // BLOCK, groups[group, 1] // BLOCK
+                    table = past.levels + 64 * group
+                    decode_levels(past.value_bits, packed, dim // BLOCK, tokens, start, vectors, table, rooms.values)
+            else:
+                decode_rows(past.value_bits, packed, dim // BLOCK, tokens, rooms.values)
+            scaled = rooms.scaled + 4 * place_of(past, index - first, token)
             for row in range(rows):
-                weights = rooms.logits + 4 * ((head * rows + row) * rooms.row + place)
-                output = rooms.results + 4 * ((item * past.heads + head) * rows + row) * results.shape[3]
-                add_values(weights, rooms.values, dim, output)
+                for group in range(count):
+                    output = outputs + row * output_row + 4 * groups[group, 0]
+                    values, channels = rooms.values + 4 * groups[group, 0], groups[group, 1]
+                    add_values(scaled + 4 * (row * count + group) * rooms.row, values, 4 * dim, channels, output)
+
+
+@compiled
+@no_type_check
+def place_of(past, index, token):
+    """Where the logit or weight of a token of an item's window is in a row of them; those of a unit follow it."""
+    in_tile, unit = TILE // past.unit, index * past.units_per_window + token // TILE
+    return unit // in_tile * TILE + unit % in_tile * past.unit + token % TILE
+
+
+@compiled
+@no_type_check
+def read_ranges(past, lane, first, stop, place, head, slots, groups, rooms):
+    """The windows' float16 `[heads, tokens, groups]` at `place`, a head's, as float32 where its weights are in a row.
+
+    `rooms.scales` has a row for each group.
+    """
+    count = past.window * groups
+    for index in range(first, stop):
+        window = past.packed + lane * past.packed_lane + slots[lane, index] * past.packed_slot
+        target = rooms.scales + 4 * place_of(past, index - first, 0)
+        if groups == 1:
+            read_halves(window + place + 2 * head * count, count, rooms.halves, target)
+            continue
+        read_halves(window + place + 2 * head * count, count, rooms.halves, rooms.ungrouped)
+        for token in range(past.window):
+            for group in range(groups):
+                put(target + 4 * (group * rooms.row + token), get(rooms.ungrouped + 4 * (token * groups + group)))
 
 
 @compiled

@@ -20,16 +20,16 @@ from numba import njit
 from qevict.kernels.codes import attend_codes
 from qevict.kernels.exact import attend_exact, place_full, place_local
 from qevict.kernels.simd import get, put
-from qevict.kernels.tiles import BLOCK, NOTHING, TILE, compiled, convert
+from qevict.kernels.tiles import BLOCK, LINE, NOTHING, TILE, compiled, convert, inlined
 
 PAST = np.dtype(
     [(name, np.int64) for name in ("heads", "dim", "window", "unit", "units_per_window", "windows_per_item")]
     + [(name, np.int64) for name in ("packed", "packed_lane", "packed_slot", "code_items", "full_items")]
     + [(name, np.int64) for name in ("code_columns", "full_columns", "full_keys", "full_values")]
     + [(name, np.int64) for name in ("full_lane", "full_slot", "full_head", "full_dtype")]
-    + [(name, np.int64) for name in ("cos", "sin", "positions", "pairs")]
-    + [(name, np.int64) for name in ("key_scale", "key_offset", "value_codes", "value_bits")]
-    + [(name, np.int64) for name in ("value_scale", "value_offset", "value_group")]
+    + [(name, np.int64) for name in ("cos", "sin", "turns", "pairs")]
+    + [(name, np.int64) for name in ("key_scale", "key_offset", "key_ranges")]
+    + [(name, np.int64) for name in ("value_codes", "value_bits", "value_scale", "value_offset", "levels")]
 )
 """What the kernel has to know of a `History`: sizes, addresses, and strides and offsets in bytes."""
 
@@ -54,12 +54,13 @@ class Rooms(NamedTuple):
         logits: `[heads, rows, row]` float32 of one item; then its weights.
         row: places in a row of logits.
         cos, sin: `[pairs, 64]` float32.
-        parameters: `[units, 2, dim]` float32, scales and offsets of a tile's keys.
+        ranges: `[units, 2, dim]` float32, scales and offsets of a tile's keys.
         keys: `[8, 64]` float32.
-        bases: eight addresses.
-        vectors: `[9, 8]` addresses, see `decode.place_vector`.
+        vectors: `[5, 8]` addresses, see `decode.place_vector`.
         halves: eight float16.
-        scales: `[2, parameters]` float32, scales and offsets of a window's values.
+        ungrouped: `[window, groups]` float32, scales or offsets of a window's values as they are stored.
+        scales: `[groups, row]` float32, a head's of an item.
+        scaled: `[rows, groups, row]` float32, weights times scales.
         values: `[8, dim]` float32.
         results: see above.
     """
@@ -70,35 +71,45 @@ class Rooms(NamedTuple):
     row: int
     cos: int
     sin: int
-    parameters: int
+    ranges: int
     keys: int
-    bases: int
     vectors: int
     halves: int
+    ungrouped: int
     scales: int
+    scaled: int
     values: int
     results: int
     end: int
 
 
+@inlined
 @no_type_check
-def make_rooms(start, heads, rows, row, dim, units, parameters, results):
-    """Rooms from an address on; `parameters` is how many scales the values of a window have. See `Rooms`."""
-    query = start
-    blocked = query + 4 * heads * rows * dim
-    logits = blocked + 4 * heads * rows * dim
-    cos = logits + 4 * heads * rows * row
-    sin = cos + 2 * TILE * dim
-    key_parameters = sin + 2 * TILE * dim
-    keys = key_parameters + 8 * dim * units
-    bases = keys + 4 * TILE * BLOCK
-    vectors = bases + 8 * BLOCK
-    halves = vectors + 72 * BLOCK
-    scales = halves + 2 * BLOCK
-    values = scales + 8 * (parameters + BLOCK)
+def rounded(count, size):
+    """The next multiple of a size."""
+    return -(-count // size) * size
+
+
+@no_type_check
+def make_rooms(start, heads, rows, row, dim, window, groups, results):
+    """Rooms from the first whole cache line behind an address on; each begins with one. See `Rooms`."""
+    padded, pairs = rounded(window, BLOCK), rounded(dim // 2, BLOCK)
+    query = rounded(start, LINE)
+    blocked = query + rounded(4 * heads * rows * dim, LINE)
+    logits = blocked + rounded(4 * heads * rows * dim, LINE)
+    cos = logits + rounded(4 * heads * rows * row, LINE)
+    sin = cos + 4 * TILE * pairs
+    ranges = sin + 4 * TILE * pairs
+    keys = ranges + 8 * dim * BLOCK
+    vectors = keys + 4 * TILE * BLOCK
+    halves = vectors + 40 * BLOCK
+    ungrouped = halves + LINE
+    scales = ungrouped + rounded(4 * padded * groups, LINE)
+    scaled = scales + 4 * groups * row
+    values = scaled + 4 * rows * groups * row
     end = values + 4 * BLOCK * dim
     return Rooms(
-        query, blocked, logits, row, cos, sin, key_parameters, keys, bases, vectors, halves, scales, values,
+        query, blocked, logits, row, cos, sin, ranges, keys, vectors, halves, ungrouped, scales, scaled, values,
         results, end,
     )  # fmt: skip
 
@@ -121,7 +132,7 @@ def read_queries(past, call, lane, layout, rooms):
             for channel in range(dim):
                 put(query + 4 * channel, np.float32(get(query + 4 * channel) * call.scaling))
             for place in range(dim):
-                put(blocked + 4 * place, get(query + 4 * layout[head, place, 0]))
+                put(blocked + 4 * place, get(query + 4 * layout[min(lane, layout.shape[0] - 1), head, place, 0]))
 
 
 @compiled
@@ -137,7 +148,7 @@ def chosen(slots, lane, index, count):
 
 @compiled
 @no_type_check
-def attend_item(past, call, item, code_slots, full_slots, positions, layout, tables, rooms, results):
+def attend_item(past, call, item, code_slots, full_slots, positions, layout, groups, tables, rooms, results):
     """Attend one item: code windows come first, then full windows, then local ones."""
     items = past.code_items + past.full_items + call.local_items
     lane, index = item // items, item % items
@@ -148,7 +159,7 @@ def attend_item(past, call, item, code_slots, full_slots, positions, layout, tab
     if index < past.code_items:
         first, stop = chosen(code_slots, lane, index, most)
         if first < stop:
-            attend_codes(past, lane, first, stop, code_slots, positions, layout, rooms, rows, item, results)
+            attend_codes(past, lane, first, stop, code_slots, positions, layout, groups, rooms, rows, item, results)
         return
     index -= past.code_items
     if index < past.full_items:
@@ -184,8 +195,8 @@ def column_of(past, item, window, lane, code_slots, full_slots):
 
 @compiled
 @no_type_check
-def combine_row(past, call, lane, head, row, code_slots, full_slots, results, output, mass):
-    """Bring the items of a row to one maximum, and add them to the lane's output and masses."""
+def combine_row(past, call, lane, head, row, code_slots, full_slots, results, output, decoded, mass):
+    """Bring the items of a row to one maximum, and add them to the lane's outputs and masses."""
     items = past.code_items + past.full_items + call.local_items
     first, dim = lane * items, past.dim
     highest = NOTHING
@@ -202,8 +213,9 @@ def combine_row(past, call, lane, head, row, code_slots, full_slots, results, ou
         factor = results[first + item, head, row, dim] / whole
         if factor == 0:
             continue
+        target = decoded if item < past.code_items else output
         for channel in range(dim):
-            output[lane, head, row, channel] += factor * results[first + item, head, row, channel]
+            target[lane, head, row, channel] += factor * results[first + item, head, row, channel]
         share = factor / np.float32(past.heads * call.group)
         for window in range(past.windows_per_item if counted else 0):
             column = column_of(past, item, window, lane, code_slots, full_slots)
@@ -232,31 +244,31 @@ def _entries(version):
 
     @kept
     def attend_items(
-        pasts, calls, code_slots, full_slots, positions, layout, memory, row, parameters, tables, first, last, results
+        pasts, calls, code_slots, full_slots, positions, layout, groups, memory, row, tables, first, last, results
     ):
         """Attend items `first` to `last`, each into its place in the results, which come as zeros."""
         past, call, _ = pasts[0], calls[0], version
-        rows, units = call.group * call.queries, TILE // past.unit
-        place = memory.ctypes.data
-        rooms = rooms_at(place, past.heads, rows, row, past.dim, units, parameters, results.ctypes.data)
-        for i in range(0, 4 * BLOCK * past.dim, 4):
-            put(rooms.values + i, 0.0)
+        start, rows = memory.ctypes.data, call.group * call.queries
+        rooms = rooms_at(start, past.heads, rows, row, past.dim, past.window, groups.shape[0], results.ctypes.data)
+        # What no token has written is read all the same, with weights of zero.
+        for place in range(rooms.halves, rooms.end, 4):
+            put(place, 0.0)
         items = past.code_items + past.full_items + call.local_items
         lane = -1
         for item in range(first, last):
             if item // items != lane:
                 lane = item // items
                 read_queries(past, call, lane, layout, rooms)
-            attend_item(past, call, item, code_slots, full_slots, positions, layout, tables, rooms, results)
+            attend_item(past, call, item, code_slots, full_slots, positions, layout, groups, tables, rooms, results)
 
     @kept
-    def combine(pasts, calls, code_slots, full_slots, results, output, mass):
-        """Put the items of every lane together; `output` and `mass` come as zeros."""
+    def combine(pasts, calls, code_slots, full_slots, results, output, decoded, mass):
+        """Put the items of every lane together, those of code windows into `decoded`; all three come as zeros."""
         past, call, _ = pasts[0], calls[0], version
         for lane in range(output.shape[0]):
             for head in range(past.heads):
                 for row in range(call.group * call.queries):
-                    combine_row(past, call, lane, head, row, code_slots, full_slots, results, output, mass)
+                    combine_row(past, call, lane, head, row, code_slots, full_slots, results, output, decoded, mass)
 
     return attend_items, combine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qevict.codecs import WindowShape
-from qevict.kernels.compiled import CALL, PAST, attend_items, combine, make_rooms
+from qevict.kernels.compiled import CALL, PAST, attend_items, combine, make_rooms, rounded
 from qevict.kernels.formats import CodeFormat, format_of
 from qevict.kernels.pool import Pool
 from qevict.kernels.reference import Attended, History, TierView
 from qevict.kernels.simd import BFLOAT16, FLOAT16, FLOAT32
-from qevict.kernels.tiles import BLOCK, TILE
+from qevict.kernels.tiles import BLOCK, LINE, TILE
 from qevict.rope import Rope
 
 MOST_QUERIES = 64
@@ -46,6 +47,8 @@ class Prepared(NamedTuple):
     full_slots: NDArray[np.int64]
     positions: NDArray[np.int64]
     layout: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    described: CodeFormat
     windows_per_item: int
     tile_row: int
     items: int
@@ -77,24 +80,24 @@ def attend(
     local_items = max(1, -(-local_windows // most))
     call = _call(query, view, scaling, count_last, local_items)
     items, rows = lanes * (prepared.items + local_items), group * queries
-    results = np.zeros((items, heads, rows, dim + 2 + most), np.float32)
+    results = _aligned((items, heads, rows, rounded(dim + 2 + most, LINE // 4)))
     slots = prepared.code_slots.shape[1] + prepared.full_slots.shape[1]
     threads = min(torch.get_num_threads(), items, 1 + 2 * lanes * heads * dim * (local + slots * window) // _SHARE)
     bounds = [items * i // threads for i in range(threads + 1)]
     tables = (prepared.past, call, prepared.code_slots, prepared.full_slots)
 
-    exact = view.sinks + most * window + BLOCK
+    exact = rounded(view.sinks + most * window + BLOCK, LINE // 4)
     row = max(exact, prepared.tile_row)
 
     def attend_share(first: int, last: int) -> None:
-        size = _room(heads, rows, row, dim, window)
+        size = _room(heads, rows, row, dim, window, len(prepared.groups))
         attend_items(
             *tables,
             prepared.positions,
             prepared.layout,
+            prepared.groups,
             np.empty(size, np.uint8),
             row,
-            window * (dim // BLOCK),
             np.empty((2 + 2 * heads, exact), np.int64),
             first,
             last,
@@ -102,22 +105,32 @@ def attend(
         )
 
     columns = history.full_keys.shape[1] + history.packed.shape[1] + local_windows
-    output = np.zeros((lanes, heads, rows, dim), np.float32)
+    output, turn_back = np.zeros((lanes, heads, rows, dim), np.float32), prepared.described.turn_back
+    decoded = output if turn_back is None else np.zeros_like(output)
     mass = np.zeros((lanes, queries if count_last is None else 1, columns), np.float32)
     with _told():
         if threads == 1:
             attend_share(0, items)
         else:
             _pool.run([partial(attend_share, first, last) for first, last in pairwise(bounds)])
-        combine(*tables, results, output, mass)
+        combine(*tables, results, output, decoded, mass)
     attended = torch.from_numpy(output).view(query.shape)
+    if turn_back is not None:
+        attended += (torch.from_numpy(decoded) @ turn_back).view(query.shape)
     return Attended(attended if query.dtype == torch.float32 else attended.to(query.dtype), torch.from_numpy(mass))
 
 
 @functools.lru_cache(maxsize=64)
-def _room(heads: int, rows: int, row: int, dim: int, window: int) -> int:
+def _room(heads: int, rows: int, row: int, dim: int, window: int, groups: int) -> int:
     """Bytes of working memory that a share needs."""
-    return make_rooms(0, heads, rows, row, dim, BLOCK, window * (dim // BLOCK), 0).end
+    return make_rooms(0, heads, rows, row, dim, window, groups, 0).end + LINE
+
+
+def _aligned(shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Zeros that begin with a cache line."""
+    memory = np.zeros(math.prod(shape) + LINE // 4, np.float32)
+    start = -memory.ctypes.data % LINE // 4
+    return memory[start : start + math.prod(shape)].reshape(shape)
 
 
 def _call(query: Tensor, view: TierView, scaling: float, count_last: int | None, local_items: int) -> NDArray[Any]:
@@ -151,7 +164,7 @@ def _prepare(history: History) -> Prepared | None:
     most = max(1, _ITEM_TOKENS // TILE * (TILE // unit) // units_per_window)
     code_slots, full_slots = _slots(history.code_present), _slots(history.full_present)
     positions = history.code_positions.gather(1, code_slots.clamp(min=0)) if code_slots.numel() else code_slots
-    cos, sin = rope.transposed(int(positions.max()) + window if positions.numel() else 0)
+    cos, sin = rope.padded_tables(int(positions.max()) + window if positions.numel() else 0)
     lane, slot, head, _, _ = full.stride()
     code_items, full_items = -(-code_slots.shape[1] // most), -(-full_slots.shape[1] // most)
     fields = (
@@ -160,14 +173,19 @@ def _prepare(history: History) -> Prepared | None:
         *(packed.shape[1], full.shape[1], full.data_ptr(), history.full_values.data_ptr()),
         *(full.itemsize * lane, full.itemsize * slot, full.itemsize * head, _DTYPES[full.dtype]),
         *(cos.data_ptr(), sin.data_ptr(), 4 * cos.shape[1], rope.rotary_dim // 2),
-        *described[2:],
+        *(described.key_scale, described.key_offset, _address(described.key_ranges)),
+        *(described.value_codes, described.value_bits, described.value_scale, described.value_offset),
+        _address(described.levels),
     )
+    sizes = np.array(described.value_groups)
     prepared = Prepared(
         np.array([fields], PAST),
         code_slots.numpy(),
         full_slots.numpy(),
         positions.numpy(),
         _layout(described, rope),
+        np.stack([sizes.cumsum() - sizes, sizes], axis=1),
+        described,
         most,
         -(-most * units_per_window // (TILE // unit)) * TILE,
         code_items + full_items,
@@ -178,20 +196,28 @@ def _prepare(history: History) -> Prepared | None:
 
 
 def _layout(described: CodeFormat, rope: Rope) -> NDArray[np.int64]:
-    """`[heads, dim, 3]` channel, offset and bits of keys in the order in which they are decoded.
+    """`[lanes or 1, heads, dim, 4]` channel, offset, bits and pair of keys in the order in which they are decoded.
 
-    Channels that turn together are four places apart: four first ones, then the four second ones. Those that do not
-    turn come behind them.
+    Channels that turn together are four places apart: four first ones, then the four second ones. Pairs with the same
+    bits are neighbours, as they are decoded together; those that do not turn come last.
     """
-    heads, dim = described.key_bits.shape
+    bits = described.key_bits
+    *lanes, dim = bits.shape
     if rope.layout == "interleaved":
         pairs = np.arange(dim).reshape(-1, 2)
     else:
         turning, other = np.split(np.arange(dim), [rope.rotary_dim])
         pairs = np.concatenate([turning.reshape(2, -1).T, other.reshape(-1, 2)])
-    order = pairs.reshape(-1, 4, 2).swapaxes(1, 2).ravel()
-    parts = np.broadcast_to(np.arange(dim), (heads, dim)), described.key_rows, described.key_bits
-    return np.ascontiguousarray(np.stack([part[:, order] for part in parts], axis=2))
+    still = np.arange(dim // 2) >= rope.rotary_dim // 2
+    pair = np.lexsort((bits[..., pairs[:, 1]], bits[..., pairs[:, 0]], np.broadcast_to(still, (*lanes, dim // 2))))
+    channel = pairs[pair].reshape(*lanes, -1, 4, 2).swapaxes(-1, -2).reshape(bits.shape)
+    pair = np.repeat(pair.reshape(*lanes, -1, 1, 4), 2, axis=-2).reshape(bits.shape)
+    rows, widths = (np.take_along_axis(part, channel, axis=-1) for part in (described.key_rows, bits))
+    return np.ascontiguousarray(np.stack([channel, rows, widths, pair], axis=-1))
+
+
+def _address(array: NDArray[np.float32] | None) -> int:
+    return 0 if array is None else array.ctypes.data
 
 
 def _slots(present: Tensor) -> Tensor:

@@ -10,155 +10,192 @@ from typing import no_type_check
 
 from qevict.codecs.packing import plane_widths
 from qevict.kernels.simd import (
-    codes_1,
-    codes_2,
-    codes_4,
-    codes_8,
-    get_address,
+    as_numbers,
+    codes,
+    get_int,
+    level_of_8,
+    level_of_16,
     load_one,
     multiply_add,
-    put_address,
-    splat,
+    put_int,
     store,
 )
-from qevict.kernels.tiles import BLOCK, compiled, inlined
+from qevict.kernels.tiles import BLOCK, compiled
 
-_READ = {1: codes_1, 2: codes_2, 4: codes_4, 8: codes_8}
+ENTRY = 32
+"""Bytes of what is known of a channel, see `decode_channels`."""
+VALUE_BITS = (2, 3, 4, 8)
+"""Widths of values that are numbers."""
+LEVEL_BITS = (1, 2, 3, 4)
+"""Widths of values that are levels of a table."""
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@compiled
+@no_type_check
+def place_vector(vectors, i, window, first, ranges):
+    """Note, for `decode_channels`, that the `i`-th vector of a tile is the window's tokens from `first` on.
+
+    `vectors` has room for `[5, 8]` addresses: row w is where a channel's plane of width 2**w would begin if it began
+    with the window, and the last row where the window's scales and offsets are.
+    """
+    for w in range(4):
+        put_int(vectors + 64 * w + 8 * i, window + (first >> 3 << w))
+    put_int(vectors + 256 + 8 * i, ranges)
 
 
 @no_type_check
-def _reader(bits):
-    """A function of where a vector's part of the first, the second and the third plane is: the codes as numbers."""
+def _channel_decoder(bits, span):
+    """For tiles in which each `span` vectors are of one window."""
+    read = codes[bits]
     first, second, third = (*plane_widths(bits), 1, 1)[:3]
-    read_first, read_second, read_third = _READ[first], _READ[second], _READ[third]
-    low, high = float(1 << first), float(1 << first + second)
-    planes = len(plane_widths(bits))
-
-    @inlined
-    def read(a, b, c):
-        x = read_first(a)
-        if planes > 1:
-            x = multiply_add(splat(low), read_second(b), x)
-        if planes > 2:
-            x = multiply_add(splat(high), read_third(c), x)
-        return x
-
-    return read
-
-
-@no_type_check
-def _channel_decoder(bits):
-    read = _reader(bits)
-    first, second, third = (*plane_widths(bits), 1, 1)[:3]
+    first_row, second_row, third_row = (64 * (width.bit_length() - 1) for width in (first, second, third))
 
     @compiled
-    def decode(vectors, row, tokens, scale, offset, target):
-        later = row + (first * tokens + 7 >> 3)
-        last = later + (second * tokens + 7 >> 3)
-        for i in range(BLOCK):
-            place = vectors + 8 * i
-            a = get_address(place + 64 * first) + row
-            b = get_address(place + 64 * second) + later
-            c = get_address(place + 64 * third) + last
-            p = get_address(place)
-            store(target + 32 * i, multiply_add(load_one(p + scale), read(a, b, c), load_one(p + offset)))
+    def decode(entries, count, vectors, tokens, scales, offsets, target):
+        for entry in range(entries, entries + ENTRY * count, ENTRY):
+            scale, row = scales + 4 * get_int(entry), get_int(entry + 8)
+            offset, later = scale + offsets, row + (first * tokens + 7 >> 3)
+            last = later + (second * tokens + 7 >> 3)
+            for place in range(vectors, vectors + 64, 8 * span):
+                a, b = get_int(place + first_row) + row, get_int(place + second_row) + later
+                c, ranges = get_int(place + third_row) + last, get_int(place + 256)
+                s, o = load_one(ranges + scale), load_one(ranges + offset)
+                for v in range(span):
+                    store(target, multiply_add(s, as_numbers(read(a + first * v, b + second * v, c + third * v)), o))
+                    target += 4 * BLOCK
 
     return decode
+
+
+_single_1, _single_2, _single_3, _single_4 = (_channel_decoder(bits, 1) for bits in (1, 2, 3, 4))
+_single_5, _single_6, _single_7, _single_8 = (_channel_decoder(bits, 1) for bits in (5, 6, 7, 8))
+_double_1, _double_2, _double_3, _double_4 = (_channel_decoder(bits, 2) for bits in (1, 2, 3, 4))
+_double_5, _double_6, _double_7, _double_8 = (_channel_decoder(bits, 2) for bits in (5, 6, 7, 8))
+
+
+@compiled
+@no_type_check
+def decode_channels(bits, span, entries, count, vectors, tokens, scales, offsets, target):
+    """Channels of a tile's keys, code times scale plus offset, 64 tokens each.
+
+    The last vector of a window may reach behind its row; what it makes of the bytes there belongs to nobody.
+
+    Args:
+        bits: of the codes of all of these channels, 0 to 8; without any, a key is the offset.
+        span: 2 if windows have a whole number of pairs of vectors, else 1.
+        entries, count: which channels: the number, and where the packed row begins in a window, in every `ENTRY` bytes.
+        vectors: see `place_vector`.
+        tokens: of a window.
+        scales, offsets: where scales are among those of a window, and offsets are from the scales on.
+    """
+    if bits == 0:
+        for entry in range(entries, entries + ENTRY * count, ENTRY):
+            offset = scales + offsets + 4 * get_int(entry)
+            for place in range(vectors + 256, vectors + 320, 8):
+                store(target, load_one(get_int(place) + offset))
+                target += 4 * BLOCK
+    elif span == 1:
+        if bits == 4:
+            _single_4(entries, count, vectors, tokens, scales, offsets, target)
+        elif bits == 3:
+            _single_3(entries, count, vectors, tokens, scales, offsets, target)
+        elif bits == 2:
+            _single_2(entries, count, vectors, tokens, scales, offsets, target)
+        elif bits == 1:
+            _single_1(entries, count, vectors, tokens, scales, offsets, target)
+        elif bits == 5:
+            _single_5(entries, count, vectors, tokens, scales, offsets, target)
+        elif bits == 6:
+            _single_6(entries, count, vectors, tokens, scales, offsets, target)
+        elif bits == 7:
+            _single_7(entries, count, vectors, tokens, scales, offsets, target)
+        else:
+            _single_8(entries, count, vectors, tokens, scales, offsets, target)
+    elif bits == 4:
+        _double_4(entries, count, vectors, tokens, scales, offsets, target)
+    elif bits == 3:
+        _double_3(entries, count, vectors, tokens, scales, offsets, target)
+    elif bits == 2:
+        _double_2(entries, count, vectors, tokens, scales, offsets, target)
+    elif bits == 1:
+        _double_1(entries, count, vectors, tokens, scales, offsets, target)
+    elif bits == 5:
+        _double_5(entries, count, vectors, tokens, scales, offsets, target)
+    elif bits == 6:
+        _double_6(entries, count, vectors, tokens, scales, offsets, target)
+    elif bits == 7:
+        _double_7(entries, count, vectors, tokens, scales, offsets, target)
+    else:
+        _double_8(entries, count, vectors, tokens, scales, offsets, target)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 @no_type_check
 def _row_decoder(bits):
-    read = _reader(bits)
+    read = codes[bits]
     first, second, third = (*plane_widths(bits), 1, 1)[:3]
-    row_step, later, last = bits, first, first + second
 
     @compiled
-    def decode(row, vectors, rows, start, count, scale, offset, step, target, target_step):
+    def decode(row, vectors, rows, target):
         for _ in range(rows):
-            s, o = load_one(scale), load_one(offset)
-            a = row + first * start
-            b = row + later * vectors + second * start
-            c = row + last * vectors + third * start
-            for j in range(count):
-                store(target + 32 * j, multiply_add(s, read(a, b, c), o))
-                a, b, c = a + first, b + second, c + third
-            row, target = row + row_step * vectors, target + target_step
-            scale, offset = scale + step, offset + step
+            a, b, c = row, row + first * vectors, row + (first + second) * vectors
+            for _ in range(vectors):
+                store(target, as_numbers(read(a, b, c)))
+                a, b, c, target = a + first, b + second, c + third, target + 4 * BLOCK
+            row += bits * vectors
 
     return decode
 
 
-_channel_1, _channel_2, _channel_3, _channel_4 = (_channel_decoder(bits) for bits in (1, 2, 3, 4))
-_channel_5, _channel_6, _channel_7, _channel_8 = (_channel_decoder(bits) for bits in (5, 6, 7, 8))
-_row_1, _row_2, _row_3, _row_4 = (_row_decoder(bits) for bits in (1, 2, 3, 4))
-_row_5, _row_6, _row_7, _row_8 = (_row_decoder(bits) for bits in (5, 6, 7, 8))
+@no_type_check
+def _level_decoder(bits):
+    read, level = codes[bits], level_of_16 if bits == 4 else level_of_8
+    first, second = (*plane_widths(bits), 1)[:2]
+
+    @compiled
+    def decode(row, vectors, rows, start, count, table, target):
+        for _ in range(rows):
+            a, b = row + first * start, row + first * vectors + second * start
+            for i in range(count):
+                store(target + 4 * BLOCK * (start + i), level(read(a, b, b), table))
+                a, b = a + first, b + second
+            row, target = row + bits * vectors, target + 4 * BLOCK * vectors
+
+    return decode
+
+
+_row_2, _row_3, _row_4, _row_8 = (_row_decoder(bits) for bits in VALUE_BITS)
+_level_1, _level_2, _level_3, _level_4 = (_level_decoder(bits) for bits in LEVEL_BITS)
 
 
 @compiled
 @no_type_check
-def place_vector(vectors, index, window, first, parameters):
-    """Note, for `decode_channel`, whose codes the `index`-th of a tile's vectors are: the window's from `first` on.
-
-    `vectors` has room for `[9, 8]` addresses: row w is where a channel's plane of width w would begin if it began with
-    the window, row 0 where its parameters stand.
-    """
-    put_address(vectors + 8 * index, parameters)
-    for shift in range(4):
-        width = 1 << shift
-        put_address(vectors + 64 * width + 8 * index, window + width * (first // BLOCK))
-
-
-@compiled
-@no_type_check
-def decode_channel(bits, vectors, row, tokens, scale, offset, target):
-    """A channel of a tile's keys, code times scale plus offset.
-
-    The last vector of a window may reach behind the row; what it makes of the bytes there belongs to nobody.
-
-    Args:
-        vectors: see `place_vector`.
-        row: where the channel's packed row begins in a window, of `tokens` codes.
-        scale, offset: where they are among a window's parameters.
-    """
+def decode_rows(bits, row, vectors, rows, target):
+    """Consecutive packed rows of `vectors` vectors, as the numbers that their codes are."""
     if bits == 4:
-        _channel_4(vectors, row, tokens, scale, offset, target)
+        _row_4(row, vectors, rows, target)
     elif bits == 3:
-        _channel_3(vectors, row, tokens, scale, offset, target)
+        _row_3(row, vectors, rows, target)
     elif bits == 2:
-        _channel_2(vectors, row, tokens, scale, offset, target)
-    elif bits == 1:
-        _channel_1(vectors, row, tokens, scale, offset, target)
-    elif bits == 5:
-        _channel_5(vectors, row, tokens, scale, offset, target)
-    elif bits == 6:
-        _channel_6(vectors, row, tokens, scale, offset, target)
-    elif bits == 7:
-        _channel_7(vectors, row, tokens, scale, offset, target)
+        _row_2(row, vectors, rows, target)
     else:
-        _channel_8(vectors, row, tokens, scale, offset, target)
+        _row_8(row, vectors, rows, target)
 
 
 @compiled
 @no_type_check
-def decode_rows(bits, row, vectors, rows, start, count, scale, offset, step, target, target_step):
-    """A part of consecutive packed rows of `vectors` vectors each, code times scale plus offset.
-
-    The part is `count` vectors from the `start`-th on. The first row has its scale and its offset at these addresses,
-    the others `step` bytes further on each; their targets are `target_step` bytes apart.
-    """
+def decode_levels(bits, row, vectors, rows, start, count, table, target):
+    """Of such rows `count` vectors from the `start`-th on, as those of the 16 float32 of a table that codes say."""
     if bits == 4:
-        _row_4(row, vectors, rows, start, count, scale, offset, step, target, target_step)
+        _level_4(row, vectors, rows, start, count, table, target)
     elif bits == 3:
-        _row_3(row, vectors, rows, start, count, scale, offset, step, target, target_step)
+        _level_3(row, vectors, rows, start, count, table, target)
     elif bits == 2:
-        _row_2(row, vectors, rows, start, count, scale, offset, step, target, target_step)
-    elif bits == 1:
-        _row_1(row, vectors, rows, start, count, scale, offset, step, target, target_step)
-    elif bits == 5:
-        _row_5(row, vectors, rows, start, count, scale, offset, step, target, target_step)
-    elif bits == 6:
-        _row_6(row, vectors, rows, start, count, scale, offset, step, target, target_step)
-    elif bits == 7:
-        _row_7(row, vectors, rows, start, count, scale, offset, step, target, target_step)
+        _level_2(row, vectors, rows, start, count, table, target)
     else:
-        _row_8(row, vectors, rows, start, count, scale, offset, step, target, target_step)
+        _level_1(row, vectors, rows, start, count, table, target)

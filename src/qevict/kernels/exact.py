@@ -44,7 +44,7 @@ def attend_exact(past, tokens, tables, rooms, rows, item, results):
                 convert(tables[3 + 2 * head, token], tables[0, token], dim, rooms.values + 4 * dim * i)
             for row in range(rows):
                 output = rooms.results + 4 * ((item * heads + head) * rows + row) * results.shape[3]
-                add_values(logits + 4 * (row * rooms.row + first), rooms.values, dim, output)
+                add_values(logits + 4 * (row * rooms.row + first), rooms.values, 4 * dim, dim, output)
 
 
 @compiled

@@ -15,6 +15,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from qevict.codecs.packing import plane_widths
+
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """How storages name their dtype to the kernel."""
 
@@ -25,20 +27,21 @@ _HAS_FLOAT16 = get_host_cpu_features().get("f16c", False)
 _FUSED = ("contract",)  # a product and a sum may become one instruction
 
 
-class _Lanes(types.Type):
-    def __init__(self) -> None:
-        super().__init__("float32x8")
+class _Vector(types.Type):
+    def __init__(self, name: str, llvm_type: Any) -> None:
+        super().__init__(name)
+        self.llvm_type = llvm_type
 
 
-lanes = _Lanes()
+lanes, words = _Vector("float32x8", _FLOATS), _Vector("int32x8", _WORDS)
 _i64, _f32 = types.int64, types.float32
 
 
-@register_model(_Lanes)
-class _LanesModel(models.PrimitiveModel):
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
     @no_type_check
     def __init__(self, manager, numba_type):
-        super().__init__(manager, numba_type, _FLOATS)
+        super().__init__(manager, numba_type, numba_type.llvm_type)
 
 
 @no_type_check
@@ -50,6 +53,8 @@ def _operation(signature, build):
         return context.get_dummy_value() if signature.return_type == types.void else result
 
     count = len(signature.args)
+    if count == 4:
+        return intrinsic(lambda typing, a, b, c, d: (signature, codegen))
     if count == 1:
         return intrinsic(lambda typing, a: (signature, codegen))
     if count == 2:
@@ -65,9 +70,10 @@ def _same(element: Any, value: int | float, count: int = 8) -> Any:
     return ir.Constant(ir.VectorType(element, count), [ir.Constant(element, value)] * count)
 
 
-def _shuffled(builder: Any, vector: Any, order: list[int]) -> Any:
+def _shuffled(builder: Any, vector: Any, order: list[int], other: Any = None) -> Any:
+    """Elements of a vector, or of two behind one another, in another order."""
     index = ir.Constant(ir.VectorType(_WORD, len(order)), [ir.Constant(_WORD, i) for i in order])
-    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), index)
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined) if other is None else other, index)
 
 
 def _splat(builder: Any, x: Any) -> Any:
@@ -141,21 +147,64 @@ def _copy_short(builder: Any, source: Any, target: Any) -> None:
     builder.store(builder.load(_at(builder, source, _SHORT), align=2), _at(builder, target, _SHORT), align=2)
 
 
-def _codes(width: int) -> Any:
-    """Eight codes of `width` bits, which take `width` bytes, as numbers."""
-    word = ir.IntType(8 * width)
+def _transpose(builder: Any, source: Any, row: Any, target: Any, target_row: Any) -> None:
+    """Eight rows of eight numbers become columns: pairs, fours and halves of two rows change places."""
+    rows = []
+    for _ in range(8):
+        rows.append(builder.load(_at(builder, source, _FLOATS), align=4))
+        source = builder.add(source, row)
+    for width in (1, 2, 4):
+        first = [i if i // width % 2 == 0 else i - width + 8 for i in range(8)]
+        second = [i + width if i // width % 2 == 0 else i + 8 for i in range(8)]
+        for i in (i for i in range(8) if i // width % 2 == 0):
+            x, y = rows[i], rows[i + width]
+            rows[i], rows[i + width] = (_shuffled(builder, x, order, y) for order in (first, second))
+    for x in rows:
+        builder.store(x, _at(builder, target, _FLOATS), align=4)
+        target = builder.add(target, target_row)
+
+
+def _plane(builder: Any, address: Any, width: int) -> Any:
+    """Eight codes of a plane, which take `width` bytes; up to 3 behind them are read."""
+    if width == 8:
+        return builder.zext(builder.load(_at(builder, address, _BYTES), align=1), _WORDS)
+    whole = builder.load(_at(builder, address, _WORD), align=1)
+    single = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), whole, _ZERO)
     shifts = ir.Constant(_WORDS, [ir.Constant(_WORD, i * width) for i in range(8)])
+    return builder.and_(builder.lshr(_shuffled(builder, single, [0] * 8), shifts), _same(_WORD, (1 << width) - 1))
 
-    def build(builder: Any, address: Any) -> Any:
-        if width == 8:
-            codes = builder.zext(builder.load(_at(builder, address, _BYTES), align=1), _WORDS)
-            return builder.sitofp(codes, _FLOATS)
-        whole = builder.load(_at(builder, address, word), align=1)
-        single = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), builder.zext(whole, _WORD), _ZERO)
-        codes = builder.and_(builder.lshr(_shuffled(builder, single, [0] * 8), shifts), _same(_WORD, (1 << width) - 1))
-        return builder.sitofp(codes, _FLOATS)
 
-    return _operation(lanes(_i64), build)
+def _codes(bits: int) -> Any:
+    """Eight codes whose parts of the first, the second and the third plane are at three addresses."""
+
+    def build(builder: Any, *addresses: Any) -> Any:
+        codes, lowest = _same(_WORD, 0), 0
+        for width, address in zip(plane_widths(bits), addresses, strict=False):
+            part = builder.shl(_plane(builder, address, width), _same(_WORD, lowest))
+            codes = builder.or_(codes, part)
+            lowest += width
+        return codes
+
+    return _operation(words(_i64, _i64, _i64), build)
+
+
+def _picked(builder: Any, index: Any, table: Any) -> Any:
+    """Of a table of eight numbers those that the lowest three bits of an index say."""
+    index, result = builder.and_(index, _same(_WORD, 7)), ir.Constant(_FLOATS, ir.Undefined)
+    for i in range(8):
+        place = ir.Constant(_WORD, i)
+        number = builder.extract_element(table, builder.extract_element(index, place))
+        result = builder.insert_element(result, number, place)
+    return result
+
+
+def _level(builder: Any, index: Any, table: Any) -> Any:
+    """Of 16 numbers at an address those of an index."""
+    low, high = (
+        builder.load(_at(builder, builder.add(table, ir.Constant(table.type, i)), _FLOATS), align=4) for i in (0, 32)
+    )
+    upper = builder.icmp_unsigned(">", index, _same(_WORD, 7))
+    return builder.select(upper, _picked(builder, index, high), _picked(builder, index, low))
 
 
 load = _operation(lanes(_i64), lambda b, a: b.load(_at(b, a, _FLOATS), align=4))
@@ -179,11 +228,18 @@ subtract_product = _operation(
 maximum = _operation(lanes(lanes, lanes), _maximum)
 exp = _operation(lanes(lanes), _exp)
 get = _operation(_f32(_i64), lambda b, a: b.load(_at(b, a, _FLOAT), align=4))
-get_address = _operation(_i64(_i64), lambda b, a: b.load(_at(b, a, ir.IntType(64)), align=8))
-put_address = _operation(types.void(_i64, _i64), lambda b, a, x: b.store(x, _at(b, a, ir.IntType(64)), align=8))
+get_int = _operation(_i64(_i64), lambda b, a: b.load(_at(b, a, ir.IntType(64)), align=8))
+put_int = _operation(types.void(_i64, _i64), lambda b, a, x: b.store(x, _at(b, a, ir.IntType(64)), align=8))
 put = _operation(types.void(_i64, _f32), lambda b, a, x: b.store(x, _at(b, a, _FLOAT), align=4))
 total = _operation(_f32(lanes), lambda b, x: _reduced(b, x, lambda b, x, y: b.fadd(x, y)))
 largest = _operation(_f32(lanes), lambda b, x: _reduced(b, x, _maximum))
-codes_1, codes_2, codes_4, codes_8 = (_codes(width) for width in (1, 2, 4, 8))
+codes = {bits: _codes(bits) for bits in range(1, 9)}
+"""For each width a function of three addresses; see `_codes`."""
+as_numbers = _operation(lanes(words), lambda b, x: b.sitofp(x, _FLOATS))
+level_of_8 = _operation(lanes(words, _i64), lambda b, x, a: _picked(b, x, b.load(_at(b, a, _FLOATS), align=4)))
+level_of_16 = _operation(lanes(words, _i64), _level)
+"""The numbers of a table at an address that codes say."""
+transpose = _operation(types.void(_i64, _i64, _i64, _i64), _transpose)
+"""Eight rows of eight numbers, so many bytes apart, to where and how far apart their columns become rows."""
 prefetch = _operation(types.void(_i64), _prefetch)
 copy_2 = _operation(types.void(_i64, _i64), _copy_short)

@@ -31,6 +31,8 @@ TILE = 64
 """Tokens of a tile."""
 BLOCK = 8
 """Numbers of a vector; also channels that are decoded together, and tokens whose values are."""
+LINE = 64
+"""Bytes of a cache line; a vector that lies in two takes twice as long."""
 NOTHING = np.float32(-np.inf)
 """The logit of what is not seen."""
 
@@ -110,12 +112,11 @@ def product(x, y, dim):
 
 @inlined
 @no_type_check
-def add_values(weights, values, dim, output):
-    """Add to the output of a row the values of eight tokens, by their weights."""
+def add_values(weights, values, row, count, output):
+    """Add to `count` numbers of a row's output the values of eight tokens, `row` bytes apart, by their weights."""
     w0, w1, w2, w3 = load_one(weights), load_one(weights + 4), load_one(weights + 8), load_one(weights + 12)
     w4, w5, w6, w7 = load_one(weights + 16), load_one(weights + 20), load_one(weights + 24), load_one(weights + 28)
-    row = 4 * dim
-    for i in range(0, row, 32):
+    for i in range(0, 4 * count, 32):
         v = values + i
         x = multiply_add(w0, load(v), load(output + i))
         y = multiply(w1, load(v + row))
@@ -146,3 +147,11 @@ def softmax(logits, count):
     for i in range(0, 4 * count, 32):
         store(logits + i, splat(0.0) if most == NOTHING else exp(add(load(logits + i), shift)))
     return most
+
+
+@inlined
+@no_type_check
+def scale_weights(weights, scales, count, target):
+    """Products of weights and scales, a multiple of 8 of them."""
+    for i in range(0, 4 * count, 32):
+        store(target + i, multiply(load(weights + i), load(scales + i)))
