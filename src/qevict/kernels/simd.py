@@ -24,6 +24,7 @@ _BYTE, _SHORT, _WORD, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir
 _FLOATS, _WORDS, _SHORTS, _BYTES = (ir.VectorType(element, 8) for element in (_FLOAT, _WORD, _SHORT, _BYTE))
 _ZERO = ir.Constant(_WORD, 0)
 _HAS_FLOAT16 = get_host_cpu_features().get("f16c", False)
+_HAS_LOOKUP = get_host_cpu_features().get("avx2", False)
 _FUSED = ("contract",)  # a product and a sum may become one instruction
 
 
@@ -190,6 +191,15 @@ def _codes(bits: int) -> Any:
 
 def _picked(builder: Any, index: Any, table: Any) -> Any:
     """Of a table of eight numbers those that the lowest three bits of an index say."""
+    if not _HAS_LOOKUP:
+        return _picked_portably(builder, index, table)
+    declared = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS])
+    function = cgutils.get_or_insert_function(builder.module, declared, "llvm.x86.avx2.permps")
+    return builder.call(function, [table, index])
+
+
+def _picked_portably(builder: Any, index: Any, table: Any) -> Any:
+    """The same without the instruction that not every machine has."""
     index, result = builder.and_(index, _same(_WORD, 7)), ir.Constant(_FLOATS, ir.Undefined)
     for i in range(8):
         place = ir.Constant(_WORD, i)
@@ -237,6 +247,9 @@ codes = {bits: _codes(bits) for bits in range(1, 9)}
 """For each width a function of three addresses; see `_codes`."""
 as_numbers = _operation(lanes(words), lambda b, x: b.sitofp(x, _FLOATS))
 level_of_8 = _operation(lanes(words, _i64), lambda b, x, a: _picked(b, x, b.load(_at(b, a, _FLOATS), align=4)))
+level_of_8_portably = _operation(
+    lanes(words, _i64), lambda b, x, a: _picked_portably(b, x, b.load(_at(b, a, _FLOATS), align=4))
+)
 level_of_16 = _operation(lanes(words, _i64), _level)
 """The numbers of a table at an address that codes say."""
 transpose = _operation(types.void(_i64, _i64, _i64, _i64), _transpose)
