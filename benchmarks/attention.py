@@ -106,7 +106,7 @@ def main() -> None:
     for name, default in (("batch", 1), ("threads", 1), ("rounds", 21), ("window", 16), ("bits", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--budget", type=float, default=0.2)
-    parser.add_argument("--codec", default="minmax", help="its name, such as minmax or allotted:3+3; its bits are --bits")
+    parser.add_argument("--codec", default="minmax", help="such as minmax, or allotted:3+3; --bits if it says none")
     parser.add_argument("--store", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--reference", action="store_true", help="measure the reference kernel, too (slow)")
     args = parser.parse_args()
