@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qevict.budget import MemoryReport, TierPlan, plan_tiers, row_bytes
-from qevict.codecs import MinMaxCodec, WindowShape
+from qevict.codecs import AllottedCodec, WindowShape
 from qevict.config import Budget, QEvictConfig
 from qevict.geometry import KVGeometry
 
@@ -43,7 +43,7 @@ def test_uncompressed_bytes_by_hand() -> None:
 
 def test_split_by_hand() -> None:
     """Eq. 3 with a window of 4 tokens, one layer's share of half of 100 tokens."""
-    settings = {"window_size": 4, "sink_tokens": 1, "recent_tokens": 5, "bits": 2}
+    settings = {"window_size": 4, "sink_tokens": 1, "recent_tokens": 5, "codec": "minmax", "bits": 2}
     config = QEvictConfig(budget=0.5, quantized_fraction=0.25, allocation="split", **settings)
     plan = plan_tiers(config, SMALL, 100)
     budget = 50 * 128
@@ -62,7 +62,8 @@ def test_split_by_hand() -> None:
 
 
 def test_coverage_by_hand() -> None:
-    config = QEvictConfig(budget=Budget(bytes=2 * 6400), window_size=4, sink_tokens=1, recent_tokens=5, bits=2)
+    settings = {"window_size": 4, "sink_tokens": 1, "recent_tokens": 5, "codec": "minmax", "bits": 2}
+    config = QEvictConfig(budget=Budget(bytes=2 * 6400), **settings)
     plan = plan_tiers(config, SMALL, None)
     history = 6400 - 13 * 128 - 3 * 8 - 8
     assert plan.full_capacity == 0  # q = 1: Eq. 3 knows no full tier
@@ -98,7 +99,7 @@ def test_a_fraction_of_an_unknown_length_is_refused() -> None:
 
 def test_a_budget_too_small_says_the_three_numbers() -> None:
     with pytest.raises(ValueError, match="protected tokens") as caught:
-        plan_tiers(QEvictConfig(budget=0.2), SMALL, 200)
+        plan_tiers(QEvictConfig(budget=0.2, codec="minmax"), SMALL, 200)
     charged = 5 + 32 + 15 + 16
     cost = SMALL.full_bytes(charged) + 2 * (8 * 4 + 8)
     numbers = re.findall(r"[\d,]*\d", str(caught.value))
@@ -107,7 +108,7 @@ def test_a_budget_too_small_says_the_three_numbers() -> None:
 
 
 def test_a_budget_that_just_holds_the_protected_tokens() -> None:
-    config = QEvictConfig(budget=Budget(bytes=2 * (68 * 128 + 4 * 8 + 8)))
+    config = QEvictConfig(budget=Budget(bytes=2 * (68 * 128 + 4 * 8 + 8)), codec="minmax")
     plan = plan_tiers(config, SMALL, 200)
     assert (plan.history_bytes, plan.max_full, plan.max_codes, plan.arena_bytes) == (0, 0, 0, 0)
     with pytest.raises(ValueError, match="cannot hold the 68 protected tokens"):
@@ -141,7 +142,7 @@ def test_a_routing_interval_of_its_own_is_charged() -> None:
 
 def test_codes_that_are_larger_than_the_window_get_no_slots() -> None:
     """A window of one token has more parameters than elements."""
-    plan = plan_tiers(QEvictConfig(budget=0.5, window_size=1), SMALL, 1000)
+    plan = plan_tiers(QEvictConfig(budget=0.5, window_size=1, codec="minmax"), SMALL, 1000)
     assert plan.code_bytes > plan.full_bytes
     assert plan.max_codes == 0
     assert plan.max_full > 0
@@ -159,7 +160,8 @@ def plans(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any], int]:
         "recent_tokens": draw(st.integers(1, 60) | st.floats(0.01, 0.6)),
         "quantized_fraction": draw(st.sampled_from([0.0, 1.0]) | st.floats(0, 1)),
         "allocation": allocation,
-        "bits": draw(st.sampled_from([2, 3, 4, 8])),
+        "codec": draw(st.sampled_from(["minmax", "allotted"])),
+        "bits": draw(st.sampled_from([None, 2, 3, 4, 8])),
         "granularity": draw(st.sampled_from(["layer", "kv_head"])),
         "dormant": draw(st.sampled_from(["slots", "extra"])) if allocation == "split" else "slots",
     }
@@ -195,7 +197,7 @@ def test_what_is_reserved_never_exceeds_the_budget(drawn: tuple[dict[str, Any], 
     assert plan.max_full * plan.full_bytes <= plan.arena_bytes
     if config.quantized_fraction == 0:
         assert plan.max_codes == 0
-    codes = MinMaxCodec(config.bits, config.bits).layout(
+    codes = plan.codec.layout(
         WindowShape(geometry.kv_heads * geometry.layers // lanes, config.window_size, geometry.head_dim)
     )
     assert plan.code_bytes == codes.nbytes
@@ -205,6 +207,27 @@ def test_what_is_reserved_never_exceeds_the_budget(drawn: tuple[dict[str, Any], 
         assert plan.max_codes == 0 or unused >= plan.code_capacity * (plan.code_bytes + 12)
         assert (plan.full_capacity + 1) * (plan.full_bytes + 12) > (1 - q) * plan.history_bytes * (1 - 1e-9)
         assert (plan.code_capacity + 1) * (plan.code_bytes + 12) > q * plan.history_bytes * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("budget", "bits"),
+    [(0.5, (4, 4)), (0.3, (4, 4)), (0.23, (3.5, 3)), (0.2, (3, 3)), (0.18, (2.5, 3)), (0.15, (2.5, 2)), (0.1, (3, 3))],
+)
+def test_codes_get_the_most_bits_that_leave_room_for_nearly_all_windows(budget: float, bits: tuple[float, int]) -> None:
+    """At 10 % no codec of the ladder is small enough: then windows are evicted, and what is kept has 3 bits."""
+    plan = plan_tiers(QEvictConfig(budget=budget), LLAMA_8B, 8192)
+    assert plan.codec == AllottedCodec(*bits)
+    covered = plan.code_capacity * 16 / (8192 - 5 - 32)
+    assert covered >= 0.95 or budget == 0.1
+
+
+def test_windows_that_are_in_codes_already_keep_their_codec() -> None:
+    config = QEvictConfig(budget=0.2)
+    assert plan_tiers(config, LLAMA_8B, 8192, codec=AllottedCodec(4, 4)).codec == AllottedCodec(4, 4)
+
+
+def test_a_config_without_a_low_bit_tier_pays_for_no_codec() -> None:
+    assert plan_tiers(QEvictConfig(budget=0.2, quantized_fraction=0.0), LLAMA_8B, 4096).fitted_bytes == 0
 
 
 def test_reports_add_up() -> None:
@@ -238,8 +261,10 @@ def test_query_heads_share_kv_heads_evenly() -> None:
 
 def test_store_dtype_sets_the_bytes_of_the_geometry_not_the_fraction() -> None:
     """A fraction of 32-bit bytes is twice the bytes, and a window's codes take as many as beside 16-bit storage."""
-    narrow = plan_tiers(QEvictConfig(budget=0.2), LLAMA_8B, 4096)
-    wide = plan_tiers(QEvictConfig(budget=0.2), KVGeometry(32, 8, 32, 128, torch.float32.itemsize), 4096)
+    narrow = plan_tiers(QEvictConfig(budget=0.2, codec="minmax"), LLAMA_8B, 4096)
+    wide = plan_tiers(
+        QEvictConfig(budget=0.2, codec="minmax"), KVGeometry(32, 8, 32, 128, torch.float32.itemsize), 4096
+    )
     assert wide.budget_bytes == 2 * narrow.budget_bytes
     assert wide.code_bytes == narrow.code_bytes
 
@@ -247,7 +272,8 @@ def test_store_dtype_sets_the_bytes_of_the_geometry_not_the_fraction() -> None:
 @pytest.mark.parametrize("allocation", ["split", "coverage"])
 def test_a_budget_that_is_filled_to_the_last_byte(allocation: str) -> None:
     """Slots of 4 bytes and an odd number of them: rounding the arena up would exceed the budget."""
-    config = QEvictConfig(window_size=1, sink_tokens=0, recent_tokens=1, quantized_fraction=0.0)
+    settings = {"window_size": 1, "sink_tokens": 0, "recent_tokens": 1, "quantized_fraction": 0.0, "codec": "minmax"}
+    config = QEvictConfig(**settings)
     config = config.replace(allocation=allocation, budget=Budget(bytes=8 + 2 * (4 + 8) + 3 * (4 + 12)))
     plan = plan_tiers(config, KVGeometry(1, 1, 1, 1, 2), None)
     assert plan.max_full == 3

@@ -53,7 +53,7 @@ def test_plan_from_a_config_alone(tmp_path: Path) -> None:
         (["plan", *LLAMA_8B, "--context", "100", "--budget", "lots"], "write 0.2, 20%"),
         (["plan", *LLAMA_8B, "--context", "100", "--budget", "10tokens"], "cannot hold the 68 protected tokens"),
         (["plan", *LLAMA_8B, "--context", "100", "--budget", "1.0"], "nothing to plan"),
-        (["plan", *LLAMA_8B, "--context", "100", "--bits", "5"], "2, 3, 4, 8"),
+        (["plan", *LLAMA_8B, "--context", "100", "--bits", "9"], "from 0.5 to 8, not 9"),
         (["generate", "hello", "--budget", "0"], "above 0 and at most 1"),
         (["generate", "hello", "--file", "x.txt"], "not both"),
         (["generate", "--file", "/no/such/file"], "cannot read /no/such/file"),

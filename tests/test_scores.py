@@ -143,6 +143,7 @@ def test_a_compressed_model_attends_and_scores_as_the_slow_lane(
         sink_tokens=SINKS,
         recent_tokens=7,
         quantized_fraction=0.6,
+        codec="minmax",
         granularity=granularity,
         allocation=allocation,
         prompt_queries="all",

@@ -76,6 +76,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
         "recent_tokens": draw(st.integers(1, 9)),
         "quantized_fraction": draw(st.sampled_from([0.0, 0.3, 0.5, 0.7, 1.0])),
         "allocation": allocation,
+        "codec": "minmax",
         "bits": draw(st.sampled_from([2, 3, 4])),
         "ranking": draw(st.sampled_from(["cumulative", "cumulative", "decayed", "p-norm", "key-norm"])),
         "granularity": draw(st.sampled_from(["layer", "kv_head"])),
@@ -251,7 +252,7 @@ class Run:
             check_codes(store, lane, i, self.codes[i])
             check_scores(store, lane, i)
         report = store.memory()
-        layout = store.codec.layout(store.shape)
+        layout = store.plan.codec.layout(store.shape)
         assert report.reserved == sum(t.nbytes for t in storages(store))
         assert report.reserved == len(self.lanes) * plan.reserved_bytes
         assert report.budget == len(self.lanes) * plan.budget_bytes
@@ -361,6 +362,7 @@ def example(history: float = 6.0, mode: str = "bytes", kv_heads: int = 2, **chan
         "recent_tokens": 3,
         "quantized_fraction": 0.5,
         "allocation": "split",
+        "codec": "minmax",
         "ranking": DecayedAttention(0.3),
         "store_dtype": torch.bfloat16,
     }

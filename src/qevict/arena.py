@@ -128,6 +128,8 @@ class Arena:
         # Slot by slot: lanes use different numbers of slots, and an unused slot may overlap the other region.
         lane, slot = (other.full.window >= 0).nonzero(as_tuple=True)
         self.full_slots()[lane, slot] = other.full_slots()[lane, slot]
+        if c == 0:
+            return  # the codec may be another one, with slots of another size
         lane, slot = (other.codes.window != EMPTY).nonzero(as_tuple=True)
         shift = self.plan.max_codes - other.plan.max_codes
         self.code_slots()[lane, slot + shift] = other.code_slots()[lane, slot]

@@ -6,9 +6,11 @@ it. Every lane of a row has the same plan.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from qevict.codecs import PromptCodec, WindowShape
+from qevict.codecs import Codec, PromptCodec, WindowShape
 from qevict.config import Budget, QEvictConfig
 from qevict.geometry import KVGeometry
 
@@ -18,6 +20,8 @@ SLOT_BYTES = 4 + SCORE_BYTES
 """Bytes of metadata of a slot: its window number (int32), from which the positions follow, and its score."""
 LANE_BYTES = 8
 """Bytes of a lane's own metadata: the position of its first token (int64)."""
+COVERED = 0.95
+"""Share of the windows that have to have a place before a codec of more bits is taken; evidence in docs/results.md."""
 _ALIGNMENT = 4  # a lane's arena is viewed in elements of up to four bytes; windows are multiples of it in either form
 
 
@@ -30,6 +34,7 @@ class TierPlan:
     """Capacities of one lane, derived from its share of the budget.
 
     Attributes:
+        codec: what windows are quantized with.
         tokens: S, the tokens that the budget was derived from; None where the budget is absolute and S unknown.
         prompt: tokens that may ever age where everything after them is to be exact (scope "prompt"); None otherwise.
         budget_bytes: the lane's share of the budget.
@@ -45,6 +50,7 @@ class TierPlan:
         fitted_bytes: bytes of the parameters of a codec that is fitted to the lane.
     """
 
+    codec: Codec | PromptCodec
     tokens: int | None
     prompt: int | None
     budget_bytes: int
@@ -92,13 +98,20 @@ def protected_bytes(tokens: int, sink_tokens: int, token_bytes: int, window: int
     return LANE_BYTES + tokens * token_bytes + _windows(tokens - sink_tokens, window) * SCORE_BYTES
 
 
-def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, prompt: int = 0) -> TierPlan:
+def plan_tiers(
+    config: QEvictConfig,
+    geometry: KVGeometry,
+    tokens: int | None,
+    prompt: int = 0,
+    codec: Codec | PromptCodec | None = None,
+) -> TierPlan:
     """The capacities of every lane of a row.
 
     Args:
         tokens: S, prompt plus announced new tokens of the row, padding left out; None if it is not known, which an
             absolute budget allows.
         prompt: those of the prompt; only a budget of scope "prompt" asks.
+        codec: what windows are quantized with already; None lets the plan choose among the configuration's.
 
     Raises:
         ValueError: if the budget is a fraction and `tokens` is None.
@@ -107,29 +120,18 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, p
     lanes = geometry.kv_heads if config.granularity == "kv_head" else 1
     heads = geometry.kv_heads // lanes
     token_bytes = geometry.token_bytes // lanes
-    window = config.window_size
+    window, sinks = config.window_size, config.sink_tokens
     limit = config.limit
     budget = row_bytes(limit, geometry, tokens, prompt) // (geometry.layers * lanes)
 
     recent = config.recent_tokens
     if isinstance(recent, float):
         recent = max(1, int(recent * budget) // token_bytes)
-    # After an event the recent region holds up to window - 1 tokens of a window that is not complete, and until the
-    # next event is carried out (at the start of an update) another `interval` tokens arrive.
-    slots, charged = config.sink_tokens + recent + window - 1, config.sink_tokens + recent
-    if limit.scope == "prompt":
-        assert tokens is not None  # by row_bytes
-        slots, charged = slots + tokens - prompt, charged + tokens - prompt
-    else:
-        slots += config.interval
-    if config.reserve_growth:
-        charged = slots
-    if tokens is not None and tokens <= charged:
-        slots = charged = tokens
-    codec, shape = config.codec_object(), WindowShape(heads, window, geometry.head_dim)
-    quantizes = tokens is None or tokens > slots
-    fitted = codec.fitted_bytes(shape) if isinstance(codec, PromptCodec) and quantizes else 0
-    cost = protected_bytes(charged, config.sink_tokens, token_bytes, window)
+    slots, charged = _protected_slots(config, recent, tokens, prompt)
+    codecs, shape = [codec] if codec else list(config.codecs()), WindowShape(heads, window, geometry.head_dim)
+    quantizes = config.quantized_fraction > 0 and (tokens is None or tokens > slots)
+    fitted = max(codec.fitted_bytes(shape) if isinstance(codec, PromptCodec) else 0 for codec in codecs) * quantizes
+    cost = protected_bytes(charged, sinks, token_bytes, window)
     if cost + fitted > budget:
         scale = geometry.layers * lanes
         beside = f" beside {fitted * scale:,} bytes of the codec's parameters" if fitted else ""
@@ -139,9 +141,73 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, p
             "budget or lower sink_tokens, recent_tokens, window_size or routing_interval"
         )
 
+    ageable = prompt if limit.scope == "prompt" else tokens
+    windows = None if ageable is None else max(0, ageable - recent - sinks) // window
     history = budget - cost - fitted
-    full_bytes = window * token_bytes
-    code_bytes = codec.layout(shape).nbytes
+    chosen, room = _choose(config, codecs, shape, history, window * token_bytes, windows)
+    return TierPlan(
+        codec=chosen,
+        tokens=tokens,
+        prompt=prompt if limit.scope == "prompt" else None,
+        budget_bytes=budget,
+        token_bytes=token_bytes,
+        sink_tokens=sinks,
+        recent_tokens=recent,
+        protected_slots=slots,
+        charged_tokens=charged,
+        recent_windows=_windows(slots - sinks, window),
+        full_bytes=window * token_bytes,
+        fitted_bytes=fitted if room.max_codes else 0,
+        **room._asdict(),
+    )
+
+
+def _protected_slots(config: QEvictConfig, recent: int, tokens: int | None, prompt: int) -> tuple[int, int]:
+    """Tokens that the protected storage has room for, and those that the budget is charged with."""
+    # After an event the recent region holds up to window - 1 tokens of a window that is not complete, and until the
+    # next event is carried out (at the start of an update) another `interval` tokens arrive.
+    charged = config.sink_tokens + recent
+    slots = charged + config.window_size - 1
+    if config.limit.scope == "prompt":
+        assert tokens is not None  # by row_bytes
+        slots, charged = slots + tokens - prompt, charged + tokens - prompt
+    else:
+        slots += config.interval
+    if config.reserve_growth:
+        charged = slots
+    if tokens is not None and tokens <= charged:
+        slots = charged = tokens
+    return slots, charged
+
+
+class _Room(NamedTuple):
+    """What the history bytes hold with one codec; attributes as in `TierPlan`."""
+
+    code_bytes: int
+    max_full: int
+    max_codes: int
+    full_capacity: int
+    code_capacity: int
+    arena_bytes: int
+
+
+def _choose(
+    config: QEvictConfig,
+    codecs: Iterable[Codec | PromptCodec],
+    shape: WindowShape,
+    history: int,
+    full_bytes: int,
+    windows: int | None,
+) -> tuple[Codec | PromptCodec, _Room]:
+    """The first codec with which `COVERED` of the windows have a place, or the last: coverage first, then bits."""
+    for codec in codecs:
+        room = _room(config, codec.layout(shape).nbytes, history, full_bytes)
+        if windows is not None and room.full_capacity + room.code_capacity >= COVERED * windows:
+            break
+    return codec, room
+
+
+def _room(config: QEvictConfig, code_bytes: int, history: int, full_bytes: int) -> _Room:
     q = config.quantized_fraction
     full_capacity = int((1 - q) * history / (full_bytes + SLOT_BYTES))
     code_capacity = int(q * history / (code_bytes + SLOT_BYTES))
@@ -157,25 +223,7 @@ def plan_tiers(config: QEvictConfig, geometry: KVGeometry, tokens: int | None, p
         max_full = history // (full_bytes + SLOT_BYTES)
         arena = max(0, history - (max_full + max_codes) * SLOT_BYTES) // _ALIGNMENT * _ALIGNMENT
         max_full, max_codes = min(max_full, arena // full_bytes), min(max_codes, arena // code_bytes)
-    return TierPlan(
-        tokens=tokens,
-        prompt=prompt if limit.scope == "prompt" else None,
-        budget_bytes=budget,
-        token_bytes=token_bytes,
-        sink_tokens=config.sink_tokens,
-        recent_tokens=recent,
-        protected_slots=slots,
-        charged_tokens=charged,
-        recent_windows=_windows(slots - config.sink_tokens, window),
-        full_bytes=full_bytes,
-        code_bytes=code_bytes,
-        max_full=max_full,
-        max_codes=max_codes,
-        full_capacity=full_capacity,
-        code_capacity=code_capacity,
-        arena_bytes=arena,
-        fitted_bytes=fitted,
-    )
+    return _Room(code_bytes, max_full, max_codes, full_capacity, code_capacity, arena)
 
 
 def row_bytes(limit: Budget, geometry: KVGeometry, tokens: int | None, prompt: int = 0) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qevict.bench.study_commands import app as bench
+from qevict.bench.efficiency_commands import app as bench
 from qevict.console import console, fail, progress
 from qevict.diagnostics.commands import ablate, diagnose, reproduce_group
 from qevict.report.commands import report, reproduce
@@ -58,7 +58,7 @@ SetOption = Annotated[
 ]
 PaperOption = Annotated[PaperTask | None, typer.Option("--paper", help="The paper's settings for a task.")]
 WindowOption = Annotated[int | None, typer.Option("--window-size", help="Tokens of a window.")]
-BitsOption = Annotated[int | None, typer.Option("--bits", help="Bits of a code: 2, 3, 4 or 8.")]
+BitsOption = Annotated[int | None, typer.Option("--bits", help="Bits of a code; left out: as the budget allows.")]
 FractionOption = Annotated[
     float | None, typer.Option("--quantized-fraction", "-q", help="Most of the history bytes that codes may take.")
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from qevict.codecs import Codec, PromptCodec, get_codec
+from qevict.codecs import Codec, PromptCodec, get_codecs
 from qevict.ranking import Ranking, get_ranking
 
 PaperTask = Literal["default", "longbench", "ruler", "gsm8k", "diagnostics"]
@@ -101,8 +101,10 @@ class QEvictConfig:
         quantized_fraction: share of the history bytes that codes may take (q of Eq. 3). 0 is two-tier eviction.
         allocation: how the history bytes are divided. "coverage" keeps as many windows as possible, in full precision
             while bytes are left, codes taking at most the share q; "split" is Eq. 3 to the letter.
-        codec: name of a codec, with its bits if they differ ("allotted:2.5+3"), a `Codec` or a `PromptCodec`.
-        bits: bits of a code; only for a codec given by a name that does not say them.
+        codec: name of a codec (see `get_codecs`), with its bits if they differ ("allotted:2.5+3"), a `Codec` or a
+            `PromptCodec`. Where a name says several pairs of bits, the first with which nearly all windows have a place
+            is taken, the last where none is enough; `plan_tiers` decides once the length is known.
+        bits: bits of a code; only for a codec given by a name that does not say them. None: the codec's usual ones.
         ranking: name of a ranking, a `Ranking`, or a function `(state, mass) -> state`.
         granularity: "layer" ranks a window once a layer (the paper), "kv_head" once for each KV head.
         prompt_queries: which prompt queries initialise the scores: "all" (the paper) or the last n.
@@ -126,8 +128,8 @@ class QEvictConfig:
     recent_tokens: int | float = 32
     quantized_fraction: float = 1.0
     allocation: Literal["coverage", "split"] = "coverage"
-    codec: str | Codec | PromptCodec = "minmax"
-    bits: int = 4
+    codec: str | Codec | PromptCodec = "allotted"
+    bits: int | None = None
     ranking: str | Ranking | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = "cumulative"
     granularity: Literal["layer", "kv_head"] = "layer"
     prompt_queries: int | Literal["all"] = 32
@@ -172,7 +174,7 @@ class QEvictConfig:
         self._check(self.prompt_scorer is None or callable(self.prompt_scorer), "prompt_scorer", "None or a function")
         if self.dormant == "extra" and self.allocation != "split":
             raise ValueError('dormant="extra" is a way of counting that goes with allocation="split" only')
-        self.codec_object()
+        list(self.codecs())
         self.ranking_object()
 
     @classmethod
@@ -218,9 +220,9 @@ class QEvictConfig:
         """The routing interval in tokens (R)."""
         return self.window_size if self.routing_interval is None else self.routing_interval
 
-    def codec_object(self) -> Codec | PromptCodec:
-        """The codec that windows are quantized with."""
-        return get_codec(self.codec, self.bits) if isinstance(self.codec, str) else self.codec
+    def codecs(self) -> Iterator[Codec | PromptCodec]:
+        """The codecs that windows may be quantized with; a plan takes one of them."""
+        return get_codecs(self.codec, self.bits) if isinstance(self.codec, str) else iter([self.codec])
 
     def ranking_object(self) -> Ranking:
         """The ranking that windows are scored with."""

@@ -110,7 +110,8 @@ class QEvictLayer(ManagedLayer):
         columns = forward.tokens(cohort.rows, count)
         q, k, v = (_chosen(t, cohort.rows, columns, self.batch) for t in (query, handle.keys, handle.values))
         if store.outgrows(count) and self.session.limit.fraction is None:
-            store.replan(self.session.plan(None))  # an absolute budget does not depend on what was announced
+            # An absolute budget does not depend on what was announced.
+            store.replan(self.session.plan(None, codec=store.used_codec))
         store.settle(coming=count)
         text = count > MAX_DRAFT and not self.record_past
         counted = self.session.config.prompt_queries
@@ -183,7 +184,8 @@ class QEvictLayer(ManagedLayer):
             store = cohort.store
             planned = store.plan.tokens
             if planned is not None and store.length + tokens > planned:
-                store.replan(self.session.plan(store.length + tokens, store.plan.prompt or 0))
+                prompt = store.plan.prompt or 0
+                store.replan(self.session.plan(store.length + tokens, prompt, store.used_codec))
 
     def memory(self) -> MemoryReport:
         """Bytes of this layer."""

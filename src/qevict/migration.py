@@ -6,6 +6,7 @@ for byte; only windows that never had codes are quantized (write-once).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ def carry_out(
     pool: Candidates,
     tier: Int[Tensor, "lanes columns"],
     aged: Aged,
-    codec: Codec,
+    codec: Codec | None,
     rope: Rope,
     first_position: Int[Tensor, " lanes"],
 ) -> list[Moves]:
@@ -88,6 +89,7 @@ def carry_out(
 
     Args:
         pool, tier: what `candidates` returned and what routing made of it.
+        codec: None where there can be no codes.
         first_position: position of the first token of window 0 in each lane.
 
     Returns:
@@ -130,7 +132,7 @@ class _Source:
     """Reads candidate windows, by their column in the pool, in the form that they are to have."""
 
     def __init__(
-        self, arena: Arena, aged: Aged, codec: Codec, rope: Rope, first_position: Int[Tensor, " lanes"]
+        self, arena: Arena, aged: Aged, codec: Codec | None, rope: Rope, first_position: Int[Tensor, " lanes"]
     ) -> None:
         self.arena, self.aged, self.codec, self.rope, self.first_position = arena, aged, codec, rope, first_position
         self.shape = WindowShape(arena.heads, arena.plan.window, arena.head_dim)
@@ -145,7 +147,7 @@ class _Source:
         lane, slot = _where((column >= 0) & (column < self.first_code))
         data[lane, slot] = self.arena.full_slots()[lane, column[lane, slot]]
         lane, slot = _where((column >= self.first_code) & (column < self.first_aged))
-        keys, values = self._codec(lane).decode(self.code_slots[lane, column[lane, slot] - self.first_code], self.shape)
+        keys, values = self._decoded(lane, self.code_slots[lane, column[lane, slot] - self.first_code])
         keys = self.rope.rotate(keys, self._positions(window[lane, slot], lane))
         data[lane, slot] = torch.stack([keys, values], dim=1).to(data.dtype)
         lane, slot = _where(column >= self.first_aged)
@@ -178,11 +180,26 @@ class _Source:
         return self.aged.keys[lane, index].to(self.arena.dtype), self.aged.values[lane, index].to(self.arena.dtype)
 
     def _encoded(self, window: Tensor, lane: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return self._codec(lane).encode(self.rope.unrotate(keys, self._positions(window, lane)), values)
+        keys = self.rope.unrotate(keys, self._positions(window, lane))
+        packed = torch.empty(len(lane), self.arena.plan.code_bytes, dtype=torch.uint8, device=lane.device)
+        for codec, own in self._codecs(lane):
+            packed[own] = codec.encode(keys[own][None], values[own][None])[0]
+        return packed
 
-    def _codec(self, lane: Int[Tensor, " chosen"]) -> Codec:
-        """What encodes windows of these lanes, one of each."""
-        return self.codec.take(lane) if isinstance(self.codec, FittedCodec) else self.codec
+    def _decoded(self, lane: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (2, len(lane), self.shape.heads, self.shape.tokens, self.shape.head_dim)
+        keys, values = torch.empty(shape, device=lane.device)
+        for codec, own in self._codecs(lane):
+            (keys[own],), (values[own],) = codec.decode(packed[own][None], self.shape)
+        return keys, values
+
+    def _codecs(self, lane: Int[Tensor, " chosen"]) -> Iterator[tuple[Codec, Tensor | slice]]:
+        """Codecs of windows of these lanes, and which they are: one for all, or each lane's where it is fitted."""
+        if isinstance(self.codec, FittedCodec):
+            for one in lane.unique():
+                yield self.codec.take(one[None]), lane == one
+        elif self.codec is not None:
+            yield self.codec, slice(None)
 
     def _positions(self, window: Int[Tensor, " chosen"], lane: Int[Tensor, " chosen"]) -> Tensor:
         """Positions `[chosen, 1, tokens]` of the windows' tokens."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from qevict.architectures import Architecture, check_length
 from qevict.budget import TierPlan, plan_tiers
+from qevict.codecs import Codec, PromptCodec
 from qevict.config import Budget, QEvictConfig
 from qevict.forward import Forward
 from qevict.geometry import KVGeometry
@@ -80,19 +82,23 @@ class TierSession(Session):
     """The session of a `QEvictCache`, with its settings and the plans made so far."""
 
     config: QEvictConfig
-    plans: dict[tuple[int | None, int], TierPlan] = field(default_factory=dict, kw_only=True)
+    plans: dict[tuple[Any, ...], TierPlan] = field(default_factory=dict, kw_only=True)
 
     @property
     def lanes_per_row(self) -> int:
         """Lanes of a row in a layer."""
         return self.architecture.kv_heads if self.config.granularity == "kv_head" else 1
 
-    def plan(self, tokens: int | None, prompt: int = 0) -> TierPlan:
-        """The plan of a row of S tokens, `prompt` of them its prompt (which matters to a budget of that scope only)."""
-        key = (tokens, prompt if self.limit.scope == "prompt" else 0)
+    def plan(self, tokens: int | None, prompt: int = 0, codec: Codec | PromptCodec | None = None) -> TierPlan:
+        """The plan of a row of S tokens, `prompt` of them its prompt (which matters to a budget of that scope only).
+
+        Args:
+            codec: what its windows are quantized with already.
+        """
+        key = (tokens, prompt if self.limit.scope == "prompt" else 0, codec)
         if key not in self.plans:
             assert self.geometry is not None
             if tokens is not None:
                 self.check_length(tokens)
-            self.plans[key] = plan_tiers(self.config, self.geometry, tokens, key[1])
+            self.plans[key] = plan_tiers(self.config, self.geometry, tokens, key[1], codec)
         return self.plans[key]

@@ -28,6 +28,7 @@ from qevict.migration import Aged, Moves, candidates, carry_out
 from qevict.planning import assign
 from qevict.rope import Rope
 from qevict.routing import EVICTED, FULL, QUANTIZED
+from qevict.stopwatch import part
 
 
 @dataclass
@@ -107,8 +108,7 @@ class TierStore:
         device = first_position.device
         self.plan, self.config, self.rope, self.first_position = plan, config, rope, first_position
         self.ranking = config.ranking_object()
-        codec = config.codec_object()
-        self.codec: Codec | None = None if isinstance(codec, PromptCodec) else codec  # None: not fitted yet
+        self.codec = _unfitted(plan)
         self.shape = WindowShape(heads, plan.window, head_dim)
         self.arena = Arena(plan, lanes, heads, head_dim, dtype, device)
         protected = (lanes, heads, plan.protected_slots, head_dim)
@@ -152,7 +152,6 @@ class TierStore:
             codes = slice(self.plan.max_codes - arena.code_used, None)
             full = arena.full_slots()[:, : arena.full_used]
             window = arena.codes.window[:, codes].long()
-            assert self.codec is not None  # fitted at the first event
             self._history = History(
                 full_keys=full[:, :, 0],
                 full_values=full[:, :, 1],
@@ -261,8 +260,13 @@ class TierStore:
         other.pending = None if self.pending is None else self.pending.take(lanes)
         return other
 
+    @property
+    def used_codec(self) -> Codec | PromptCodec | None:
+        """What windows are quantized with now; None if there are none."""
+        return self.plan.codec if self.arena.code_used else None
+
     def replan(self, plan: TierPlan) -> None:
-        """Move into the larger storages of another plan; the windows stay where they are.
+        """Move into the larger storages of another plan, made for `used_codec`; the windows stay where they are.
 
         A recent region that is a fraction of the budget may grow by more than the budget did, which would leave history
         less room than it takes. The old capacities are kept then: they are within the larger budget.
@@ -270,6 +274,8 @@ class TierStore:
         sizes = ("protected_slots", "max_full", "max_codes", "arena_bytes")
         if self.aged and any(getattr(plan, name) < getattr(self.plan, name) for name in sizes):
             plan = replace(self.plan, tokens=plan.tokens, budget_bytes=plan.budget_bytes)
+        if plan.codec != self.plan.codec:
+            self.codec = _unfitted(plan)  # nothing is in codes yet, or the plan would have been made for them
         old, lanes = self.arena, len(self.first_position)
         self.arena = Arena(plan, lanes, self.shape.heads, self.shape.head_dim, old.dtype, self.keys.device)
         self.arena.refill(old)
@@ -301,7 +307,7 @@ class TierStore:
     def memory(self) -> MemoryReport:
         """Bytes of this store, term by term (Eq. 8)."""
         full, codes = self.arena.counts()
-        layout = self.config.codec_object().layout(self.shape)
+        layout = self.plan.codec.layout(self.shape)
         fitted = self.codec.nbytes if isinstance(self.codec, FittedCodec) else 0
         lanes = len(self.first_position)
         sinks = min(self.plan.sink_tokens, self.stored)
@@ -366,10 +372,16 @@ class TierStore:
         return torch.cat([self.recent_mass[:, :stored], local[:, stored:]], dim=1)
 
     def _fit(self, keys: Float[Tensor, "lanes heads local dim"], prompt: Tensor | None) -> None:
-        """Fit the codec, if it is one to be fitted, as long as no window is in codes."""
-        codec = self.config.codec_object()
-        if not isinstance(codec, PromptCodec) or self.arena.code_used:
+        """Fit the codec, if it is one to be fitted, as long as no window is in codes but some may come to be."""
+        codec = self.plan.codec
+        quantizes = self.plan.max_codes and not self._all_protected
+        if not isinstance(codec, PromptCodec) or self.arena.code_used or not quantizes:
             return
+        if prompt is not None and prompt.ndim != 2 and prompt.shape[3] < self.length:
+            raise ValueError(
+                f"queries of the last {prompt.shape[3]} tokens were kept, but the codec is fitted to those of all "
+                f"{self.length}"
+            )
         index = torch.arange(keys.shape[2], device=keys.device)
         index += (index >= self.plan.sink_tokens) * self.aged * self.plan.window
         local = self.rope.unrotate(keys, (self.first_position[:, None] + index)[:, None])
@@ -381,23 +393,24 @@ class TierStore:
         self, keys: Float[Tensor, "lanes heads local dim"], values: Tensor, mass: Float[Tensor, "lanes columns"]
     ) -> None:
         """A routing event over the arena and the local tokens: rescore, age, reassign (section 4.3)."""
-        local_mass = self._add_mass(mass)
-        for table in (self.arena.full, self.arena.codes):
-            table.state = self.ranking.update(table.state, table.mass)
-            table.mass = torch.zeros_like(table.mass)  # not in place: a ranking may return the masses themselves
-        state = self.ranking.update(_columns(self.recent_state, local_mass.shape[1]), local_mass)
+        with part("scores"):
+            local_mass = self._add_mass(mass)
+            for table in (self.arena.full, self.arena.codes):
+                table.state = self.ranking.update(table.state, table.mass)
+                table.mass = torch.zeros_like(table.mass)  # not in place: a ranking may return the masses themselves
+            state = self.ranking.update(_columns(self.recent_state, local_mass.shape[1]), local_mass)
 
         sinks, window = self.plan.sink_tokens, self.plan.window
         complete = 0 if self._all_protected else (self._ageable - self.plan.recent_tokens - sinks) // window
         count = max(0, complete - self.aged)
         stop = sinks + count * window
         aged = self._aged(count, keys[:, :, sinks:stop], values[:, :, sinks:stop], state)
-        pool = candidates(self.arena, aged)
         self._history = None
-        assert self.codec is not None
-        moved = carry_out(
-            self.arena, pool, assign(self.config, self.plan, pool), aged, self.codec, self.rope, self._window_zero()
-        )
+        with part("ranking"):
+            pool = candidates(self.arena, aged)
+            tier = assign(self.config, self.plan, pool)
+        with part("migration"):
+            moved = carry_out(self.arena, pool, tier, aged, self.codec, self.rope, self._window_zero())
         self.moves = [before + now for before, now in zip(self.moves, moved, strict=True)]
         for storage, local in ((self.keys, keys), (self.values, values)):
             kept = torch.cat([local[:, :, :sinks], local[:, :, stop:]], dim=2)
@@ -414,6 +427,11 @@ class TierStore:
         windows = [t.unflatten(2, (count, self.plan.window)).transpose(1, 2) for t in (keys, values)]
         scores = self.ranking.from_keys(windows[0]) if self.ranking.uses_keys else state[:, :count]
         return Aged(number, windows[0], windows[1], scores)
+
+
+def _unfitted(plan: TierPlan) -> Codec | None:
+    """The plan's codec; None if it is still to be fitted."""
+    return None if isinstance(plan.codec, PromptCodec) else plan.codec
 
 
 def _joined(stored: Float[Tensor, "lanes heads stored dim"], new: Float[Tensor, "lanes heads new dim"]) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qevict.codecs import KiviCodec, MinMaxCodec, WindowShape, get_codec
+from qevict.codecs import KiviCodec, MinMaxCodec, WindowShape, get_codecs
 from reference.quantisers import kivi_window
 
 widths = st.sampled_from((2, 3, 4, 8))
@@ -96,7 +96,7 @@ def test_no_windows() -> None:
 
 
 def test_settings_are_checked() -> None:
-    assert get_codec("kivi", 4) == KiviCodec(4, 4)
+    assert [*get_codecs("kivi", 4)] == [KiviCodec(4, 4)]
     for wrong in ({"key_bits": 5}, {"value_bits": 1}, {"channels": 0}):
         with pytest.raises(ValueError, match="kivi codec"):
             KiviCodec(**wrong)

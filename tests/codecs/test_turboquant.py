@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contract.driver import endless, generate, prompt
 from qevict import QEvictCache, QEvictConfig
-from qevict.codecs import TurboQuantCodec, WindowShape, get_codec
+from qevict.codecs import TurboQuantCodec, WindowShape, get_codecs
 from qevict.codecs.turboquant import hadamard, lloyd_max_levels, random_signs
 from reference.quantisers import blocks, sylvester, turboquant_block, turboquant_levels
 
@@ -147,7 +147,7 @@ def test_extremes_stay_finite(constant: float, bits: int, keep_norm: bool) -> No
 
 
 def test_settings_are_checked() -> None:
-    assert get_codec("turboquant", 3) == TurboQuantCodec(3, 3)
+    assert [*get_codecs("turboquant", 3)] == [TurboQuantCodec(3, 3)]
     for bits in (0, 9):
         with pytest.raises(ValueError, match="from 1 to 8"):
             TurboQuantCodec(key_bits=bits)

@@ -19,7 +19,8 @@ def test_budget_too_small_states_the_three_numbers() -> None:
     cache = QEvictCache(model, TIGHT.replace(budget=Budget(tokens=10)))
     sentence = (
         r"^a budget of 5,120 bytes cannot hold the 15 protected tokens \(sinks, recent tokens and their growth between "
-        r"routing events\), which take 7,[0-9]{3} bytes; raise the budget or lower sink_tokens, .*"
+        r"routing events\), which take 7,[0-9]{3} bytes beside 320 bytes of the codec's parameters; raise the budget "
+        r"or lower sink_tokens, .*"
     )
     with pytest.raises(ValueError, match=sentence):
         forward(model, cache, prompt(60))

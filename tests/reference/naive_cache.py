@@ -143,7 +143,7 @@ class NaiveLane:
         """Rotated keys and values `[heads, tokens, dim]` of a window's codes; the same every time, so decoded once."""
         if window not in self.decoded:
             heads, dim = self.tokens[0][0].shape
-            keys, values = self.config.codec_object().decode(self.codes[window], WindowShape(heads, self.window, dim))
+            keys, values = self.plan.codec.decode(self.codes[window], WindowShape(heads, self.window, dim))
             self.decoded[window] = self.rope.rotate(keys, self.positions(window)), values
         return self.decoded[window]
 
@@ -204,7 +204,7 @@ class NaiveLane:
         """Bytes of a window's tokens as they are stored."""
         keys = torch.stack([self.tokens[token][0] for token in self.members(window)], dim=1)
         values = torch.stack([self.tokens[token][1] for token in self.members(window)], dim=1)
-        return self.config.codec_object().encode(self.rope.unrotate(keys, self.positions(window)), values)
+        return self.plan.codec.encode(self.rope.unrotate(keys, self.positions(window)), values)
 
     def split(self, pool: list[int]) -> tuple[set[int], set[int]]:
         """Algorithm 1: the best K_f in full precision, the next K_q in codes."""

@@ -39,11 +39,12 @@ class AllottedCodec:
     B blocks of a head (see `turboquant`; N = round(key_bits * H * D) bits of a token's keys)::
 
         section      dtype    shape
-        key_codes    uint8    [N, T / 8]                     rows of channels, one after another, head by head
+        key_codes    uint8    [N, ceil(T / 8)]               rows of channels, one after another, head by head
         value_codes  uint8    [H, T, packed_size(D, value_bits)]
         value_scale  float16  [H, T, B]
 
-    The row of a channel of b bits is its T codes as `packing` packs them: b * T / 8 bytes, none where b is 0.
+    The row of a channel of b bits is its T codes as `packing` packs them, T rounded up to whole bytes of one bit with
+    zeros: b * ceil(T / 8) bytes, none where b is 0. So windows of a multiple of 8 tokens waste nothing.
 
     Raises:
         ValueError: `key_bits` is not between 0.5 and 8, or `value_bits` is not one of TurboQuant's.
@@ -70,17 +71,12 @@ class AllottedCodec:
         """Where every array lies in the bytes of one window.
 
         Raises:
-            ValueError: a window's tokens do not fill whole bytes, whatever the bits of a channel.
+            ValueError: the head size is not one of TurboQuant's.
         """
-        if shape.tokens % _TOKENS:
-            raise ValueError(
-                f"the allotted codec needs windows of a multiple of {_TOKENS} tokens, not {shape.tokens}; change "
-                "window_size, or take codec='minmax'"
-            )
         values = {section.name: (section.shape, section.dtype) for section in self.values.layout(shape).sections}
         return WindowLayout.build(
             codes={
-                "key_codes": ((self.token_bits(shape), shape.tokens // _TOKENS), torch.uint8),
+                "key_codes": ((self.token_bits(shape), -(-shape.tokens // _TOKENS)), torch.uint8),
                 "value_codes": values["value_codes"],
             },
             parameters={"value_scale": values["value_scale"]},
@@ -159,6 +155,7 @@ class Allotted:
         offset, step, bits = (self._expanded(t, len(windows)) for t in (self.offset, self.step, self.bits))
         grid = (keys.detach().float().mT - offset.float()) / torch.where(step > 0, step, 1).float()
         codes = grid.round().clamp(min=0).minimum(((1 << bits.int()) - 1).float()).to(torch.uint8).flatten(-3, -2)
+        codes = torch.nn.functional.pad(codes, (0, -tokens % _TOKENS))
         for rows in self._rows:
             packed_rows = pack(codes[rows.lane][..., rows.channels, :], rows.bits).unflatten(-1, (rows.bits, -1))
             arrays["key_codes"][rows.lane].index_copy_(-2, rows.places, packed_rows.flatten(-3, -2))
@@ -175,10 +172,11 @@ class Allotted:
         codes = torch.zeros(
             *packed.shape[:-1], shape.heads * shape.head_dim, shape.tokens, dtype=torch.uint8, device=packed.device
         )
+        padded = shape.tokens + -shape.tokens % _TOKENS
         for rows in self._rows:
             packed_rows = arrays["key_codes"][rows.lane].index_select(-2, rows.places)
             packed_rows = packed_rows.unflatten(-2, (-1, rows.bits)).flatten(-2)
-            codes[rows.lane].index_copy_(-2, rows.channels, unpack(packed_rows, rows.bits, shape.tokens))
+            codes[rows.lane].index_copy_(-2, rows.channels, unpack(packed_rows, rows.bits, padded)[..., : shape.tokens])
         offset, step = (self._expanded(t, packed.ndim - 2).float() for t in (self.offset, self.step))
         keys = torch.addcmul(offset, codes.unflatten(-2, (shape.heads, shape.head_dim)).float(), step)
         value_codes = unpack(arrays["value_codes"], value_bits, shape.head_dim)
@@ -186,7 +184,7 @@ class Allotted:
 
     @cached_property
     def row_starts(self) -> Int[Tensor, "lanes channels"]:
-        """Where the row of each channel, of all heads, begins in a window: in bits of a token, so times T / 8 bytes."""
+        """Where the row of each channel, of all heads, begins in `key_codes`, in its first dimension."""
         bits = self.bits.long().flatten(1)
         return bits.cumsum(dim=1) - bits
 

@@ -154,7 +154,10 @@ def block_sizes(dim: int) -> list[int]:
         ValueError: if one of them is below 4, where coordinates are nothing like each other.
     """
     if dim < SMALLEST_BLOCK or dim % SMALLEST_BLOCK:
-        raise ValueError(f"the turboquant codec needs a head size that is a multiple of {SMALLEST_BLOCK}, not {dim}")
+        raise ValueError(
+            f"codecs that rotate need a head size that is a multiple of {SMALLEST_BLOCK}, not {dim}; codec='minmax' "
+            "takes any"
+        )
     return [1 << bit for bit in reversed(range(dim.bit_length())) if dim >> bit & 1]
 
 

@@ -71,7 +71,8 @@ def budget_for(config: QEvictConfig, geometry: KVGeometry, full: int, codes: int
     recent = config.recent_tokens
     if isinstance(recent, float):
         raise ValueError("capacities can be asked for with a recent region of so many tokens, not of a share")
-    layout = config.codec_object().layout(WindowShape(geometry.kv_heads, window, geometry.head_dim))
+    *_, codec = config.codecs()
+    layout = codec.layout(WindowShape(geometry.kv_heads, window, geometry.head_dim))
     # A byte more than the windows take in each share, so that no rounding of q loses one.
     full_share = full * (window * token + SLOT_BYTES) + 1
     code_share = codes * (layout.nbytes + SLOT_BYTES) + 1

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qevict.codecs import WindowShape
+from qevict.codecs import MinMaxCodec, WindowShape
 from qevict.kernels.compiled import CALL, PAST, attend_items, combine, make_rooms, rounded
 from qevict.kernels.formats import CodeFormat, format_of
 from qevict.kernels.pool import Pool
@@ -155,7 +155,7 @@ def _call(query: Tensor, view: TierView, scaling: float, count_last: int | None,
 def _prepare(history: History) -> Prepared | None:
     full, packed, rope = history.full_keys, history.packed, history.rope
     _, _, heads, window, dim = full.shape
-    described = format_of(history.codec, WindowShape(heads, window, dim))
+    described = format_of(history.codec or MinMaxCodec(), WindowShape(heads, window, dim))
     if described is None or full.dtype not in _DTYPES:
         _prepared[history] = None
         return None

@@ -62,7 +62,8 @@ def format_of(codec: Codec, shape: WindowShape) -> CodeFormat | None:
     described = describe(codec, shape)
     widths = VALUE_BITS if described.levels is None else LEVEL_BITS
     known = described.value_bits in widths and all(size % 8 == 0 for size in described.value_groups)
-    return described if known else None
+    whole = described.key_ranges is None or shape.tokens % 8 == 0  # rows that are rounded up lie otherwise
+    return described if known and whole else None
 
 
 def _minmax(codec: Any, shape: WindowShape) -> CodeFormat:

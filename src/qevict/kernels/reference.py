@@ -33,7 +33,7 @@ class History:
         packed: code slots; keys not rotated.
         code_present: which code slots take part in attention (neither empty nor dormant).
         code_positions: position of the first token of the window in each code slot.
-        codec, rope: how to read `packed`, and how to rotate its keys.
+        codec, rope: how to read `packed`, and how to rotate its keys. No codec where there can be no codes.
     """
 
     full_keys: Float[Tensor, "lanes full heads tokens dim"]
@@ -42,7 +42,7 @@ class History:
     packed: UInt8[Tensor, "lanes codes bytes"]
     code_present: Bool[Tensor, "lanes codes"]
     code_positions: Int[Tensor, "lanes codes"]
-    codec: Codec
+    codec: Codec | None
     rope: Rope
 
 
@@ -170,6 +170,9 @@ def _flat(windows: Float[Tensor, "lanes windows heads tokens dim"]) -> Float[Ten
 def _decoded(
     history: History, shape: WindowShape
 ) -> tuple[Float[Tensor, "lanes heads all dim"], Float[Tensor, "lanes heads all dim"]]:
+    if history.codec is None:
+        nothing = torch.zeros(history.packed.shape[0], shape.heads, 0, shape.head_dim, device=history.packed.device)
+        return nothing, nothing
     keys, values = history.codec.decode(history.packed, shape)
     positions = history.code_positions[:, :, None] + torch.arange(shape.tokens, device=keys.device)
     # Empty slots have no position of their own; any valid one will do.

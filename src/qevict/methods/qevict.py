@@ -56,7 +56,8 @@ class QEvict(OwnCache):
     @property
     def observed_queries(self) -> int | None:
         """As many as initialise the scores; all where a codec is fitted to them."""
-        queries, fitted = self.config.prompt_queries, isinstance(self.config.codec_object(), PromptCodec)
+        queries = self.config.prompt_queries
+        fitted = any(isinstance(codec, PromptCodec) for codec in self.config.codecs())
         return None if queries == "all" or self.config.prompt_scorer is not None or fitted else queries
 
     def settings(self) -> dict[str, Any]:
