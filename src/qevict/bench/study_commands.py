@@ -1,4 +1,4 @@
-"""`qevict bench fidelity` and `qevict bench drift`: parse, call, print. Importing it adds them to the group."""
+"""`qevict bench fidelity`, `drift` and `codecs`: parse, call, print. Importing it adds them to the group."""
 
 from __future__ import annotations
 
@@ -136,6 +136,50 @@ def drift(
 
     _run(plan, run, out, lambda made: len(made.tasks) * contexts)
     _show(drift_sheets(summarise(_records(out))), markdown)
+
+
+@app.command("codecs")
+def codecs(
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the table and its picture.")] = None,
+    codecs: Annotated[
+        str | None, typer.Option("--codecs", help="Names with bits of keys and values, as minmax:4+4,allotted:2.5+3.")
+    ] = None,
+    windows: Annotated[str, typer.Option("--windows", help="Window sizes in tokens.")] = "8,16",
+    text: Annotated[
+        Path | None, typer.Option("--text", help="A text file, of which the beginning is taken; left out: prose.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Of each text.")] = 2048,
+    texts: Annotated[int, typer.Option("--texts", "-n", min=1, help="Texts of prose.")] = 3,
+    model: ModelOption = "smollm2-135m",
+    seed: SeedOption = 0,
+    data: DataOption = None,
+    dtype: DtypeOption = StoreDtype.float32,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Whether to draw the picture.")] = True,
+) -> None:
+    """Bits against error of every codec on a text's real keys and values (rate and distortion)."""
+    from qevict.bench import distortion
+    from qevict.bench.corpora import Wanted, prose
+
+    try:
+        named = (codecs or distortion.USUAL).split(",")
+        sizes = [int(size) for size in windows.split(",")]
+        with progress.status(f"loading {model}"):
+            loaded, tokenizer = _model(model, dtype, device, threads).load()
+        if text is not None:
+            samples = [tokenizer(text.read_text(encoding="utf8"))["input_ids"][:tokens]]
+        else:
+            wanted = Wanted(texts, tokens - 2, 1, seed, data)
+            samples = [[*one.context, *one.cue, *one.forced] for one in prose(tokenizer, wanted)]
+        with progress.status("measuring"):
+            found = distortion.measure(loaded, samples, named, sizes)
+        title = f"{model}, {text.name if text else 'prose'}, {len(samples)} x {len(samples[0])} tokens"
+        if out is not None:
+            distortion.save(found, title, out, plots)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    console.print(distortion.sheet(found, title).rich())
 
 
 def _run(plan: Callable[[], Any], run: Callable[..., None], out: Path, total: Callable[[Any], int]) -> None:
