@@ -195,11 +195,13 @@ class _Source:
 
     def _codecs(self, lane: Int[Tensor, " chosen"]) -> Iterator[tuple[Codec, Tensor | slice]]:
         """Codecs of windows of these lanes, and which they are: one for all, or each lane's where it is fitted."""
-        if isinstance(self.codec, FittedCodec):
-            for one in lane.unique():
-                yield self.codec.take(one[None]), lane == one
-        elif self.codec is not None:
+        if self.codec is None or not len(lane):
+            return
+        if not isinstance(self.codec, FittedCodec) or len(self.arena.data) == 1:
             yield self.codec, slice(None)
+            return
+        for one in lane.unique():
+            yield self.codec.take(one[None]), lane == one
 
     def _positions(self, window: Int[Tensor, " chosen"], lane: Int[Tensor, " chosen"]) -> Tensor:
         """Positions `[chosen, 1, tokens]` of the windows' tokens."""
