@@ -17,7 +17,13 @@ from tiny import VOCAB
 
 PREFILL, STEPS = 40, 24
 TIGHT = QEvictConfig(
-    window_size=4, sink_tokens=2, recent_tokens=6, quantized_fraction=0.6, allocation="split", prompt_queries="all"
+    codec="minmax",
+    window_size=4,
+    sink_tokens=2,
+    recent_tokens=6,
+    quantized_fraction=0.6,
+    allocation="split",
+    prompt_queries="all",
 )
 
 
