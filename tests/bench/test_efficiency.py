@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 from qevict.bench.best_full import BestFullCache
-from qevict.bench.efficiency import BEST, FULL, Candidate, Speed, measure, step_ratio
+from qevict.bench.efficiency import BEST, FULL, Candidate, Speed, measure, peak_bytes, step_ratio
 from qevict.bench.efficiency_commands import app
 from qevict.compat import cache_argument
 from tiny import tiny_model
@@ -72,3 +72,11 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert result.exit_code != 0
     assert "give a longer --text" in result.output
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_peak_memory_of_a_small_budget() -> None:
+    """What is warmed up has to be long enough for the budget, too."""
+    ids = torch.randint(3, 60, (1, 600))
+    peak = peak_bytes(lambda: (tiny_model("llama"), None), ids, Candidate("qevict[window_size=8]", 0.2), 4, None)
+    assert peak >= 0

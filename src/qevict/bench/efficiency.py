@@ -31,6 +31,7 @@ from qevict.stopwatch import listening
 from qevict.trace import PrefillTrace
 
 FULL, BEST = "full KV", "full KV, in place"
+_WARM_TOKENS = 2048  # few, but as many as small budgets need for what they always keep
 WARM_STEPS = 3
 """Steps before the clock runs; the first one may compile."""
 
@@ -167,8 +168,9 @@ def peak_bytes(
     On a CPU, call it in a process of its own: memory that other work freed may be taken again unseen.
     """
     model = load()[0]
-    for cache in (DynamicCache(config=model.config), candidate.cache(model, 64, 8, None)):
-        _generate(model, ids[:, :64], cache, 8)  # libraries, kernels and buffers of the model itself
+    short = ids[:, :_WARM_TOKENS]  # for libraries, kernels and buffers of the model itself
+    for cache in (DynamicCache(config=model.config), candidate.cache(model, short.shape[1], 8, store_dtype)):
+        _generate(model, short, cache, 8)
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -219,7 +221,7 @@ def rows(tokenizer: PreTrainedTokenizerBase, text: Path | None, batch: int, leng
         ValueError: if the text is too short.
     """
     read = text.read_text(encoding="utf8") if text is not None else "\n".join(topics[name] for name in sorted(topics))
-    ids = tokenizer(read, add_special_tokens=False)["input_ids"][: batch * length]
+    ids = tokenizer(read, add_special_tokens=False, verbose=False)["input_ids"][: batch * length]
     if len(ids) < batch * length:
         raise ValueError(f"the text has {len(ids)} tokens, {batch} rows of {length} need more; give a longer --text")
     return torch.tensor(ids).view(batch, length)
