@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from qevict.architectures import describe
+from qevict.architectures import FULL, describe
 from qevict.attention import AttentionCall, KVHandle, LazyMask, attach
 
 
@@ -30,8 +30,8 @@ class BestFullCache(Cache):
 
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
         kinds = set(describe(model).layer_types)
-        if kinds != {"full_attention"}:
-            raise ValueError(f"a model whose layers are all full_attention is needed, not {', '.join(sorted(kinds))}")
+        if kinds != {FULL}:
+            raise ValueError(f"a model whose layers are all {FULL} is needed, not {', '.join(sorted(kinds))}")
         attach(model)
         super().__init__(layers=[_Layer(tokens) for _ in range(describe(model).num_layers)])
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qevict.bench.best_full import BestFullCache
-from qevict.bench.study_tables import Sheet
+from qevict.bench.study_tables import Sheet, row_label
 from qevict.compat import cache_argument
 from qevict.config import Budget
 from qevict.methods import make_cache
@@ -46,7 +46,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """As tables name it."""
-        return self.method if self.budget is None else f"{self.method} {100 * self.budget:.4g} %"
+        return row_label(self.method, self.budget)
 
     def cache(self, model: PreTrainedModel, prompt: int, new: int, store_dtype: torch.dtype | None) -> Any:
         """An empty cache for a prompt and new tokens of these numbers."""
@@ -99,11 +99,11 @@ def measure(
     """Every candidate's times on one prompt, by label.
 
     Args:
-        rounds: how often the prompt is read with each; 0 leaves TTFT at one reading for all.
+        rounds: how often the prompt is read with each, at least once.
         watch: told what is being done.
     """
     first: dict[str, list[float]] = {one.label: [] for one in candidates}
-    for number in range(max(1, rounds)):
+    for number in range(rounds):
         for one in candidates:
             watch(f"{one.label}: reading {ids.shape[1]} tokens, round {number + 1}")
             first[one.label].append(_time_to_first_token(model, ids, one, new_tokens, store_dtype))

@@ -60,7 +60,7 @@ def fidelity_sheets(rows: Iterable[FidelityRow]) -> list[Sheet]:
 def _forced(corpus: str, rows: Sequence[FidelityRow]) -> Sheet:
     lines = [
         (
-            _label(row.method, row.budget),
+            row_label(row.method, row.budget),
             _share(row.ratio),
             *(_refusal(row.refused, 7) if not row.texts else _numbers(row)),
             {True: "yes", False: NO_CLAIM, None: _NONE}[row.claim],
@@ -96,7 +96,7 @@ def _numbers(row: FidelityRow) -> tuple[str, ...]:
 def _free(corpus: str, rows: Sequence[FidelityRow]) -> Sheet:
     lines = [
         (
-            _label(row.method, row.budget),
+            row_label(row.method, row.budget),
             _share(row.ratio),
             *(_refusal(row.refused, 2) if not row.texts else (_percent(row.agreement), _place(row.divergence))),
         )
@@ -122,7 +122,7 @@ def _drift(task: str, rows: Sequence[DriftRow]) -> Sheet:
     places = max((len(row.scores) for row in rows), default=0)
     lines = [
         (
-            _label(row.method, row.budget),
+            row_label(row.method, row.budget),
             _share(row.ratio),
             *(_refusal(row.refused, 2 * places + 4) if not row.contexts else _by_place(row)),
         )
@@ -158,7 +158,8 @@ def _by_place(row: DriftRow) -> tuple[str, ...]:
     )
 
 
-def _label(method: str, budget: float | None) -> str:
+def row_label(method: str, budget: float | None) -> str:
+    """What tables call a method at a budget."""
     return method if budget is None else f"{method} {100 * budget:.4g} %"
 
 
@@ -172,7 +173,7 @@ def _refusal(refused: int, columns: int) -> tuple[str, ...]:
 
 
 def _partial(cells: Iterable[tuple[str, float | None, int]]) -> list[str]:
-    refused = [f"{_label(method, budget)} ({count})" for method, budget, count in cells if count]
+    refused = [f"{row_label(method, budget)} ({count})" for method, budget, count in cells if count]
     return [f"Not possible on some texts, left out there: {', '.join(refused)}."] if refused else []
 
 
