@@ -268,15 +268,18 @@ class Run:
 
 
 def check_slots(store: TierStore, lane: NaiveLane, i: int) -> None:
-    """Chronological order without gaps, and the bytes of every full slot."""
+    """The windows of both regions without gaps, and the bytes of every full slot."""
     full, codes = store.arena.full.window[i].tolist(), store.arena.code_windows()[i].tolist()
-    held = sorted(w for w, tier in lane.tier.items() if tier == FULL)
-    assert full == held + [EMPTY] * (len(full) - len(held))
-    assert codes == [EMPTY] * (len(codes) - len(lane.codes)) + sorted(lane.codes)
+    held = [w for w, tier in lane.tier.items() if tier == FULL]
+    assert sorted(full[: len(held)]) == sorted(held)
+    assert set(full[len(held) :]) <= {EMPTY}
+    first = len(codes) - len(lane.codes)
+    assert set(codes[:first]) <= {EMPTY}
+    assert sorted(codes[first:]) == sorted(lane.codes)
     marked = store.arena.codes.window[i].tolist()
     assert {-2 - mark for mark in marked if mark < EMPTY} == {w for w in lane.codes if lane.tier[w] == FULL}
     slots = store.arena.full_slots()[i]
-    for slot, window in enumerate(held):
+    for slot, window in enumerate(full[: len(held)]):
         read = [entry for token in lane.members(window) if (entry := lane.read(token))]
         expected = [torch.stack([entry[part] for entry in read], dim=1).to(lane.dtype) for part in (1, 2)]
         assert torch.equal(slots[slot], torch.stack(expected))

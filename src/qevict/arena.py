@@ -1,8 +1,8 @@
 """One layer's history storage: full slots from the front of a byte arena, code slots from its back.
 
 The split between the two moves while the model generates, so both share the bytes; two preallocated pools would cost
-twice. Slots are kept in chronological order and without gaps: full slots fill their region from its start, code slots
-theirs towards its end.
+twice. Neither region has gaps or an order: full slots fill theirs from the start of the arena, code slots from
+its end.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """Moving windows between the tiers: carries out a routing decision on an arena.
 
-The regions are rebuilt in chronological order, so no slot is ever left empty between used ones. Codes are copied byte
-for byte; only windows that never had codes are quantized (write-once).
+A window that keeps its form keeps its slot, unless its region gets smaller than that: what enters a region, and what
+can not stay where it was, takes the slots that others left. Codes are copied byte for byte; only windows that never had
+codes are quantized (write-once).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from qevict.arena import EMPTY, Arena, dormant
@@ -95,92 +97,158 @@ def carry_out(
     Returns:
         What moved in each lane.
     """
-    to_full, to_codes = tier == FULL, tier == QUANTIZED
-    fresh = to_codes & ~pool.has_codes
-    full_window, full_column = _compact(pool.window, to_full, arena.plan.max_full, left=True)
-    code_window, code_column = _compact(
-        pool.window, to_codes | (to_full & pool.has_codes), arena.plan.max_codes, left=False
-    )
-    source = _Source(arena, aged, codec, rope, first_position)
+    f, c, max_codes = arena.full_used, arena.code_used, arena.plan.max_codes
+    to_full, fresh = tier == FULL, (tier == QUANTIZED) & ~pool.has_codes
+    holder = _holders(arena, pool)
+    held = _gathered(tier, holder)
+    full = _Placement.of(to_full[:, :f], to_full[:, f:], arena.plan.max_full)
+    codes = _Placement.of(held != EVICTED, fresh, max_codes)
+    source = _Source(arena, pool, aged, codec, rope, first_position)
     # Everything is read before anything is written: the regions may overlap where the old ones were.
-    full_data = source.full_precision(full_window, full_column)
-    code_data = source.packed(code_window, code_column, _gathered(fresh, code_column))
+    full_data, code_data = source.full_precision(full), source.packed(codes)
+
+    full_window = full.applied(pool.window[:, :f], pool.window[:, f:], EMPTY)
+    full_state = full.applied(pool.score[:, :f], pool.score[:, f:], 0.0)
+    numbers = arena.code_windows().flip(1)[:, :c]
+    code_window = codes.applied(torch.where(held == FULL, dormant(numbers), numbers), pool.window, EMPTY)
+    code_state = codes.applied(_gathered(pool.score, holder), pool.score, 0.0)
 
     arena.full.clear()
     arena.codes.clear()
-    arena.full_used, arena.code_used = full_window.shape[1], code_window.shape[1]
-    start = arena.plan.max_codes - arena.code_used
-    lane, slot = _where(full_column >= 0)
-    arena.full_slots()[lane, slot] = full_data[lane, slot]
-    lane, slot = _where(code_column >= 0)
-    arena.code_slots()[lane, start + slot] = code_data[lane, slot]
-    arena.full.window[:, : arena.full_used] = full_window
-    arena.full.state[:, : arena.full_used] = _gathered(pool.score, full_column)
-    asleep = _gathered(to_full, code_column)
-    arena.codes.window[:, start:] = torch.where(asleep, dormant(code_window), code_window)
-    arena.codes.state[:, start:] = _gathered(pool.score, code_column)
+    arena.full_used, arena.code_used = full.used, codes.used
+    arena.full_slots()[full.lane, full.target] = full_data
+    arena.code_slots()[codes.lane, max_codes - 1 - codes.target] = code_data
+    arena.full.window[:, : full.used], arena.full.state[:, : full.used] = full_window, full_state
+    inner = max_codes - codes.used
+    arena.codes.window[:, inner:], arena.codes.state[:, inner:] = code_window.flip(1), code_state.flip(1)
     counts = (
         to_full & pool.in_codes,
         fresh,
-        to_codes & pool.has_codes & ~pool.in_codes,
+        (tier == QUANTIZED) & pool.has_codes & ~pool.in_codes,
         (tier == EVICTED) & (pool.window >= 0),
     )
     return [Moves(*lane) for lane in torch.stack([moved.sum(dim=1) for moved in counts], dim=1).tolist()]
 
 
+@dataclass(frozen=True, eq=False)
+class _Placement:
+    """Which places of a region change. Places are counted from the outer end of the arena, where the region begins.
+
+    Attributes:
+        used: the most places that any lane takes now.
+        stays: `[lanes, width]` places whose window stays where it is.
+        lane, target: lanes and places that get another window.
+        origin: where from: below `width` a place of the region, from there on the columns that arrive.
+    """
+
+    used: int
+    stays: Bool[Tensor, "lanes width"]
+    lane: Int[Tensor, " moved"]
+    target: Int[Tensor, " moved"]
+    origin: Int[Tensor, " moved"]
+
+    @classmethod
+    def of(cls, remains: Bool[Tensor, "lanes places"], arrives: Bool[Tensor, "lanes columns"], most: int) -> _Placement:
+        """The placement with the fewest moves that leaves no place empty between used ones.
+
+        Args:
+            remains: which of the region's windows remain in it.
+            arrives: which columns come to it.
+            most: places that there are.
+        """
+        count = remains.sum(dim=1) + arrives.sum(dim=1)
+        used = int(count.max()) if len(count) else 0
+        if used > most:
+            raise AssertionError(f"routing chose {used} windows for {most} slots")
+        width = max(used, remains.shape[1])
+        remains = _filled(remains, width, False)
+        inside = torch.arange(width, device=count.device) < count[:, None]
+        # A lane has as many places to be filled as windows that move, and both are listed lane by lane.
+        lane, origin = torch.cat([remains & ~inside, arrives], dim=1).nonzero(as_tuple=True)
+        _, target = (inside & ~remains).nonzero(as_tuple=True)
+        return cls(used, remains & inside, lane, target, origin)
+
+    @property
+    def width(self) -> int:
+        """Places before or after, whichever are more."""
+        return self.stays.shape[1]
+
+    def applied(
+        self, region: Shaped[Tensor, "lanes places"], arriving: Shaped[Tensor, "lanes columns"], empty: int | float
+    ) -> Shaped[Tensor, "lanes used"]:
+        """Something known of every window, in the places after the moves."""
+        joined = torch.cat([_filled(region, self.width, empty), arriving], dim=1)
+        after = joined[:, : self.width].masked_fill(~self.stays, empty)
+        after[self.lane, self.target] = joined[self.lane, self.origin]
+        return after[:, : self.used]
+
+
 class _Source:
-    """Reads candidate windows, by their column in the pool, in the form that they are to have."""
+    """Reads the windows that move in the form that they are to have."""
 
     def __init__(
-        self, arena: Arena, aged: Aged, codec: Codec | None, rope: Rope, first_position: Int[Tensor, " lanes"]
+        self,
+        arena: Arena,
+        pool: Candidates,
+        aged: Aged,
+        codec: Codec | None,
+        rope: Rope,
+        first_position: Int[Tensor, " lanes"],
     ) -> None:
-        self.arena, self.aged, self.codec, self.rope, self.first_position = arena, aged, codec, rope, first_position
+        self.arena, self.aged, self.codec, self.rope = arena, aged, codec, rope
+        self.window, self.first_position = pool.window, first_position
         self.shape = WindowShape(arena.heads, arena.plan.window, arena.head_dim)
         self.first_code, self.first_aged = arena.full_used, arena.full_used + arena.code_used
-        used = slice(arena.plan.max_codes - arena.code_used, None)
-        self.code_slots, self.code_windows = arena.code_slots()[:, used], arena.code_windows()[:, used]
 
-    def full_precision(self, window: Int[Tensor, "lanes slots"], column: Int[Tensor, "lanes slots"]) -> Tensor:
-        """Keys (rotated) and values, `[lanes, slots, 2, heads, tokens, dim]`; codes are dequantized."""
-        shape = (*window.shape, 2, self.shape.heads, self.shape.tokens, self.shape.head_dim)
-        data = torch.empty(shape, dtype=self.arena.dtype, device=window.device)
-        lane, slot = _where((column >= 0) & (column < self.first_code))
-        data[lane, slot] = self.arena.full_slots()[lane, column[lane, slot]]
-        lane, slot = _where((column >= self.first_code) & (column < self.first_aged))
-        keys, values = self._decoded(lane, self.code_slots[lane, column[lane, slot] - self.first_code])
-        keys = self.rope.rotate(keys, self._positions(window[lane, slot], lane))
-        data[lane, slot] = torch.stack([keys, values], dim=1).to(data.dtype)
-        lane, slot = _where(column >= self.first_aged)
-        data[lane, slot] = torch.stack(self._aged(lane, column[lane, slot]), dim=1)
+    def full_precision(self, placed: _Placement) -> Tensor:
+        """Keys (rotated) and values, `[moved, 2, heads, tokens, dim]`; codes are dequantized."""
+        shape = (len(placed.lane), 2, self.shape.heads, self.shape.tokens, self.shape.head_dim)
+        data = torch.empty(shape, dtype=self.arena.dtype, device=placed.lane.device)
+        # The region's places are the first columns.
+        beyond = placed.width - self.first_code
+        column = torch.where(placed.origin < placed.width, placed.origin, placed.origin - beyond)
+        for own, lane, columns in self._chosen(placed.lane, column, 0, self.first_code):
+            data[own] = self.arena.full_slots()[lane, columns]
+        for own, lane, columns in self._chosen(placed.lane, column, self.first_code, self.first_aged):
+            slot = columns - self.first_aged + self.arena.plan.max_codes
+            keys, values = self._decoded(lane, self.arena.code_slots()[lane, slot])
+            keys = self.rope.rotate(keys, self._positions(lane, columns))
+            data[own] = torch.stack([keys, values], dim=1).to(data.dtype)
+        for own, lane, columns in self._chosen(placed.lane, column, self.first_aged):
+            data[own] = torch.stack(self._aged(lane, columns), dim=1)
         return data
 
-    def packed(
-        self,
-        window: Int[Tensor, "lanes slots"],
-        column: Int[Tensor, "lanes slots"],
-        fresh: Bool[Tensor, "lanes slots"],
-    ) -> Tensor:
-        """Codes, `[lanes, slots, bytes]`: those in the ledger as they are, `fresh` windows quantized now."""
-        data = torch.empty(*window.shape, self.arena.plan.code_bytes, dtype=torch.uint8, device=window.device)
-        lane, slot = _where((column >= 0) & ~fresh)
-        if len(lane):
-            # A dormant window's column is its full slot, so its codes are found by their number.
-            match = self.code_windows[lane] == window[lane, slot][:, None]
-            data[lane, slot] = self.code_slots[lane, match.byte().argmax(dim=1)]
-        lane, slot = _where(fresh & (column < self.first_code))
-        keys, values = self.arena.full_slots()[lane, column[lane, slot]].unbind(dim=1)
-        data[lane, slot] = self._encoded(window[lane, slot], lane, keys, values)
-        lane, slot = _where(fresh & (column >= self.first_aged))
-        data[lane, slot] = self._encoded(window[lane, slot], lane, *self._aged(lane, column[lane, slot]))
+    def packed(self, placed: _Placement) -> Tensor:
+        """Codes, `[moved, bytes]`: those in the ledger as they are, windows without any quantized now."""
+        shape = (len(placed.lane), self.arena.plan.code_bytes)
+        data = torch.empty(shape, dtype=torch.uint8, device=placed.lane.device)
+        column = placed.origin - placed.width
+        for own, lane, columns in self._chosen(placed.lane, column, -placed.width, 0):
+            place = columns + placed.width
+            data[own] = self.arena.code_slots()[lane, self.arena.plan.max_codes - 1 - place]
+        for own, lane, columns in self._chosen(placed.lane, column, 0, self.first_code):
+            keys, values = self.arena.full_slots()[lane, columns].unbind(dim=1)
+            data[own] = self._encoded(lane, columns, keys, values)
+        for own, lane, columns in self._chosen(placed.lane, column, self.first_aged):
+            data[own] = self._encoded(lane, columns, *self._aged(lane, columns))
         return data
+
+    @staticmethod
+    def _chosen(
+        lane: Int[Tensor, " moved"], column: Int[Tensor, " moved"], first: int, stop: int | None = None
+    ) -> Iterator[tuple[Bool[Tensor, " moved"], Tensor, Tensor]]:
+        """Which of the columns are between two, with their lanes; nothing where there are none."""
+        own = column >= first if stop is None else (column >= first) & (column < stop)
+        if bool(own.any()):
+            yield own, lane[own], column[own]
 
     def _aged(self, lane: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of aged windows, rounded to the storage dtype: what a full slot would hold."""
         index = column - self.first_aged
         return self.aged.keys[lane, index].to(self.arena.dtype), self.aged.values[lane, index].to(self.arena.dtype)
 
-    def _encoded(self, window: Tensor, lane: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys = self.rope.unrotate(keys, self._positions(window, lane))
+    def _encoded(self, lane: Tensor, column: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys = self.rope.unrotate(keys, self._positions(lane, column))
         packed = torch.empty(len(lane), self.arena.plan.code_bytes, dtype=torch.uint8, device=lane.device)
         for codec, own in self._codecs(lane):
             packed[own] = codec.encode(keys[own][None], values[own][None])[0]
@@ -203,35 +271,26 @@ class _Source:
         for one in lane.unique():
             yield self.codec.take(one[None]), lane == one
 
-    def _positions(self, window: Int[Tensor, " chosen"], lane: Int[Tensor, " chosen"]) -> Tensor:
-        """Positions `[chosen, 1, tokens]` of the windows' tokens."""
-        start = self.first_position[lane] + window.long() * self.shape.tokens
-        return (start[:, None] + torch.arange(self.shape.tokens, device=window.device))[:, None]
+    def _positions(
+        self, lane: Int[Tensor, " chosen"], column: Int[Tensor, " chosen"]
+    ) -> Int[Tensor, "chosen 1 tokens"]:
+        """Positions of the tokens of the windows in the pool's columns."""
+        start = self.first_position[lane] + self.window[lane, column].long() * self.shape.tokens
+        return (start[:, None] + torch.arange(self.shape.tokens, device=lane.device))[:, None]
 
 
-def _compact(
-    window: Int[Tensor, "lanes columns"], chosen: Bool[Tensor, "lanes columns"], most: int, left: bool
-) -> tuple[Int[Tensor, "lanes slots"], Int[Tensor, "lanes slots"]]:
-    """Chronological slots of the chosen windows: their numbers and their columns, -1 in the slots left over.
+def _holders(arena: Arena, pool: Candidates) -> Int[Tensor, "lanes places"]:
+    """The pool's column of the window in each place of the code region; -1 where there is none.
 
-    Lanes with fewer windows than others are filled up at the end (`left`) or at the start.
+    A dormant window's column is its full slot.
     """
-    count = chosen.sum(dim=1)
-    used = int(count.max()) if len(count) else 0
-    if used > most:
-        raise AssertionError(f"routing chose {used} windows for {most} slots")
-    last = torch.iinfo(window.dtype).max
-    order = window.masked_fill(~chosen, last).argsort(dim=1, stable=True)[:, :used]
-    slot = torch.arange(used, device=window.device)
-    if not left:
-        # Shift each lane's windows to the end of its row.
-        shifted = slot - (used - count[:, None])
-        order = order.gather(1, shifted.clamp(min=0))
-        valid = shifted >= 0
-    else:
-        valid = slot < count[:, None]
-    numbers = window.gather(1, order).masked_fill(~valid, EMPTY)
-    return numbers, order.masked_fill(~valid, -1)
+    f, c = arena.full_used, arena.code_used
+    marks = arena.codes.window.flip(1)[:, :c]
+    column = torch.arange(f + c - 1, f - 1, -1, device=marks.device).expand_as(marks)
+    if f and bool((marks < EMPTY).any()):
+        match = dormant(marks)[:, :, None] == pool.window[:, None, :f]
+        column = torch.where(marks < EMPTY, match.byte().argmax(dim=2), column)
+    return column.masked_fill(marks == EMPTY, -1)
 
 
 def _gathered(values: Tensor, column: Int[Tensor, "lanes slots"]) -> Tensor:
@@ -239,6 +298,6 @@ def _gathered(values: Tensor, column: Int[Tensor, "lanes slots"]) -> Tensor:
     return values.gather(1, column.clamp(min=0)).masked_fill(column < 0, 0)
 
 
-def _where(mask: Bool[Tensor, "lanes slots"]) -> tuple[Tensor, ...]:
-    """Lanes and slots of the true places."""
-    return mask.nonzero(as_tuple=True)
+def _filled(values: Shaped[Tensor, "lanes columns"], width: int, empty: int | float) -> Shaped[Tensor, "lanes width"]:
+    """At least as many columns, filled up with something."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=empty)
