@@ -5,7 +5,7 @@ by itself, with its own maximum, and leaves the sum of its weights, its weighted
 brings the items of a lane to one maximum. Which thread does which items changes nothing.
 
 A *row* is one query of one query head. Rows of results are `[items, heads, rows, dim + 2 + windows]`: the weighted
-values, the maximum, the sum of the weights, and the masses of the item's windows.
+values, the maximum, the sum of the weights, and the masses of the item's windows, with room for whole vectors of these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba import njit
 
 from qevict.kernels.codes import attend_codes
 from qevict.kernels.exact import attend_exact, place_full, place_local
-from qevict.kernels.simd import get, put
+from qevict.kernels.simd import add, get, load, multiply, multiply_add, put, splat, store
 from qevict.kernels.tiles import BLOCK, LINE, NOTHING, TILE, compiled, convert, inlined
 
 PAST = np.dtype(
@@ -195,33 +195,74 @@ def column_of(past, item, window, lane, code_slots, full_slots):
 
 @compiled
 @no_type_check
-def combine_row(past, call, lane, head, row, code_slots, full_slots, results, output, decoded, mass):
-    """Bring the items of a row to one maximum, and add them to the lane's outputs and masses."""
-    items = past.code_items + past.full_items + call.local_items
-    first, dim = lane * items, past.dim
+def weigh_items(items, first, row, size, whole_at):
+    """Turn the maxima of a row's items into what their results count for.
+
+    Args:
+        row: address of the row in the results of item 0; those of the next are `size` bytes apart.
+        whole_at: where its maximum is, and behind it the sum of its weights; bytes from the row's start.
+    """
     highest = NOTHING
     for item in range(first, first + items):
-        highest = max(highest, results[item, head, row, dim])
+        highest = max(highest, get(row + item * size + whole_at))
     whole = np.float32(0)
     for item in range(first, first + items):
-        results[item, head, row, dim] = np.exp(results[item, head, row, dim] - highest)
-        whole += results[item, head, row, dim] * results[item, head, row, dim + 1]
-    token = row % call.queries
-    step = token if call.count_last < 0 else 0
-    counted = call.count_last < 0 or token >= call.queries - call.count_last
-    for item in range(items):
-        factor = results[first + item, head, row, dim] / whole
-        if factor == 0:
-            continue
-        target = decoded if item < past.code_items else output
-        for channel in range(dim):
-            target[lane, head, row, channel] += factor * results[first + item, head, row, channel]
-        share = factor / np.float32(past.heads * call.group)
-        for window in range(past.windows_per_item if counted else 0):
-            column = column_of(past, item, window, lane, code_slots, full_slots)
-            if column < 0 or column >= mass.shape[2]:
-                break
-            mass[lane, step, column] += share * results[first + item, head, row, dim + 2 + window]
+        place = row + item * size + whole_at
+        put(place, np.exp(get(place) - highest))
+        whole += get(place) * get(place + 4)
+    for item in range(first, first + items):
+        place = row + item * size + whole_at
+        put(place, get(place) / whole)
+
+
+@compiled
+@no_type_check
+def combine_lane(past, call, lane, code_slots, full_slots, results, output, decoded, mass):
+    """Bring the items of a lane to one maximum for each row, and add them to its outputs and masses."""
+    items = past.code_items + past.full_items + call.local_items
+    first, rows, maximum = lane * items, call.group * call.queries, 4 * past.dim
+    row_size = 4 * results.shape[3]
+    head_size = rows * row_size
+    size = past.heads * head_size
+    for head in range(past.heads):
+        for row in range(rows):
+            place = results.ctypes.data + head * head_size + row * row_size
+            weigh_items(items, first, place, size, maximum)
+            target = maximum * ((lane * past.heads + head) * rows + row)
+            for item in range(items):
+                source = place + (first + item) * size
+                factor = splat(get(source + maximum))
+                into = target + (decoded.ctypes.data if item < past.code_items else output.ctypes.data)
+                for i in range(0, maximum, 4 * BLOCK):
+                    store(into + i, multiply_add(factor, load(source + i), load(into + i)))
+    heads = np.float32(past.heads * call.group)
+    for step in range(mass.shape[1]):
+        # The tokens whose masses the step has, of every head.
+        start = step if call.count_last < 0 else max(0, call.queries - call.count_last)
+        stop = step + 1 if call.count_last < 0 else call.queries
+        for item in range(items if start < stop else 0):
+            source = results.ctypes.data + (first + item) * size
+            shares = source + start * row_size + maximum + 8  # the first of these rows takes in the others
+            for head in range(past.heads):
+                for row in range(rows):
+                    if start <= row % call.queries < stop:
+                        place = source + head * head_size + row * row_size + maximum
+                        share = splat(get(place) / heads)
+                        add_shares(place + 8, share, past.windows_per_item, shares)
+            for window in range(past.windows_per_item):
+                column = column_of(past, item, window, lane, code_slots, full_slots)
+                if column < 0 or column >= mass.shape[2]:
+                    break
+                mass[lane, step, column] = get(shares + 4 * window)
+
+
+@compiled
+@no_type_check
+def add_shares(masses, share, count, sums):
+    """Add a row's masses to sums; those that are its own become the share of them."""
+    for i in range(0, 4 * count, 4 * BLOCK):
+        own = multiply(share, load(masses + i))
+        store(sums + i, own if masses == sums else add(own, load(sums + i)))
 
 
 @no_type_check
@@ -266,9 +307,7 @@ def _entries(version):
         """Put the items of every lane together, those of code windows into `decoded`; all three come as zeros."""
         past, call, _ = pasts[0], calls[0], version
         for lane in range(output.shape[0]):
-            for head in range(past.heads):
-                for row in range(call.group * call.queries):
-                    combine_row(past, call, lane, head, row, code_slots, full_slots, results, output, decoded, mass)
+            combine_lane(past, call, lane, code_slots, full_slots, results, output, decoded, mass)
 
     return attend_items, combine
 

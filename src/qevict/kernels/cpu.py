@@ -80,7 +80,7 @@ def attend(
     local_items = max(1, -(-local_windows // most))
     call = _call(query, view, scaling, count_last, local_items)
     items, rows = lanes * (prepared.items + local_items), group * queries
-    results = _aligned((items, heads, rows, rounded(dim + 2 + most, LINE // 4)))
+    results = _aligned((items, heads, rows, rounded(dim + 2 + rounded(most, BLOCK), LINE // 4)))
     slots = prepared.code_slots.shape[1] + prepared.full_slots.shape[1]
     threads = min(torch.get_num_threads(), items, 1 + 2 * lanes * heads * dim * (local + slots * window) // _SHARE)
     bounds = [items * i // threads for i in range(threads + 1)]
