@@ -11,14 +11,20 @@ from typing import no_type_check
 from qevict.codecs.packing import plane_widths
 from qevict.kernels.simd import (
     as_numbers,
+    as_numbers_wide,
     codes,
     get_int,
     level_of_8,
     level_of_16,
+    level_wide,
     load_one,
+    load_one_wide,
     multiply_add,
+    multiply_add_wide,
     put_int,
     store,
+    store_wide,
+    wide_codes,
 )
 from qevict.kernels.tiles import BLOCK, compiled
 
@@ -48,8 +54,11 @@ def place_vector(vectors, i, window, first, ranges):
 
 @no_type_check
 def _channel_decoder(bits, span):
-    """For tiles in which each `span` vectors are of one window."""
-    read = codes[bits]
+    """For tiles in which each `span` vectors are of one window; two are decoded as one."""
+    read, load_range = (wide_codes[bits], load_one_wide) if span == 2 else (codes[bits], load_one)
+    number, fused, put_down = (
+        (as_numbers_wide, multiply_add_wide, store_wide) if span == 2 else (as_numbers, multiply_add, store)
+    )
     first, second, third = (*plane_widths(bits), 1, 1)[:3]
     first_row, second_row, third_row = (64 * (width.bit_length() - 1) for width in (first, second, third))
 
@@ -62,10 +71,9 @@ def _channel_decoder(bits, span):
             for place in range(vectors, vectors + 64, 8 * span):
                 a, b = get_int(place + first_row) + row, get_int(place + second_row) + later
                 c, ranges = get_int(place + third_row) + last, get_int(place + 256)
-                s, o = load_one(ranges + scale), load_one(ranges + offset)
-                for v in range(span):
-                    store(target, multiply_add(s, as_numbers(read(a + first * v, b + second * v, c + third * v)), o))
-                    target += 4 * BLOCK
+                s, o = load_range(ranges + scale), load_range(ranges + offset)
+                put_down(target, fused(s, number(read(a, b, c)), o))
+                target += 4 * BLOCK * span
 
     return decode
 
@@ -154,16 +162,19 @@ def _row_decoder(bits):
 
 @no_type_check
 def _level_decoder(bits):
-    read, level = codes[bits], level_of_16 if bits == 4 else level_of_8
+    read, read_two, level = codes[bits], wide_codes[bits], level_of_16 if bits == 4 else level_of_8
     first, second = (*plane_widths(bits), 1)[:2]
 
     @compiled
     def decode(row, vectors, rows, start, count, table, target):
         for _ in range(rows):
             a, b = row + first * start, row + first * vectors + second * start
-            for i in range(count):
-                store(target + 4 * BLOCK * (start + i), level(read(a, b, b), table))
-                a, b = a + first, b + second
+            place, end = target + 4 * BLOCK * start, target + 4 * BLOCK * (start + count)
+            while place + 4 * BLOCK < end:
+                store_wide(place, level_wide(read_two(a, b, b), table))
+                a, b, place = a + 2 * first, b + 2 * second, place + 8 * BLOCK
+            if place < end:
+                store(place, level(read(a, b, b), table))
             row, target = row + bits * vectors, target + 4 * BLOCK * vectors
 
     return decode

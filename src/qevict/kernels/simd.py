@@ -1,4 +1,4 @@
-"""Eight float32 at once, for Numba: a vector type and the few operations that the CPU kernel is made of.
+"""Eight or sixteen float32 at once, for Numba: vector types and the few operations that the CPU kernel is made of.
 
 LLVM turns its vector types into whatever the machine has. Loops written for its auto-vectoriser were up to ten times as
 slow here: it gives up on codes of less than a byte, and on memory that it cannot tell apart. Memory is named by its
@@ -22,9 +22,11 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 _BYTE, _SHORT, _WORD, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 _FLOATS, _WORDS, _SHORTS, _BYTES = (ir.VectorType(element, 8) for element in (_FLOAT, _WORD, _SHORT, _BYTE))
+_WIDE_FLOATS, _WIDE_WORDS = (ir.VectorType(element, 16) for element in (_FLOAT, _WORD))
 _ZERO = ir.Constant(_WORD, 0)
 _HAS_FLOAT16 = get_host_cpu_features().get("f16c", False)
 _HAS_LOOKUP = get_host_cpu_features().get("avx2", False)
+_HAS_WIDE_LOOKUP = get_host_cpu_features().get("avx512f", False)
 _FUSED = ("contract",)  # a product and a sum may become one instruction
 
 
@@ -35,6 +37,7 @@ class _Vector(types.Type):
 
 
 lanes, words = _Vector("float32x8", _FLOATS), _Vector("int32x8", _WORDS)
+wide_lanes, wide_words = _Vector("float32x16", _WIDE_FLOATS), _Vector("int32x16", _WIDE_WORDS)
 _i64, _f32 = types.int64, types.float32
 
 
@@ -77,9 +80,9 @@ def _shuffled(builder: Any, vector: Any, order: list[int], other: Any = None) ->
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined) if other is None else other, index)
 
 
-def _splat(builder: Any, x: Any) -> Any:
+def _splat(builder: Any, x: Any, count: int = 8) -> Any:
     single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), x, _ZERO)
-    return _shuffled(builder, single, [0] * 8)
+    return _shuffled(builder, single, [0] * count)
 
 
 def _load_bfloat16(builder: Any, address: Any) -> Any:
@@ -165,28 +168,32 @@ def _transpose(builder: Any, source: Any, row: Any, target: Any, target_row: Any
         target = builder.add(target, target_row)
 
 
-def _plane(builder: Any, address: Any, width: int) -> Any:
-    """Eight codes of a plane, which take `width` bytes; up to 3 behind them are read."""
+def _plane(builder: Any, address: Any, width: int, count: int) -> Any:
+    """8 or 16 codes of a plane, `width` bits each; up to 3 bytes behind them are read."""
     if width == 8:
-        return builder.zext(builder.load(_at(builder, address, _BYTES), align=1), _WORDS)
-    whole = builder.load(_at(builder, address, _WORD), align=1)
-    single = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), whole, _ZERO)
-    shifts = ir.Constant(_WORDS, [ir.Constant(_WORD, i * width) for i in range(8)])
-    return builder.and_(builder.lshr(_shuffled(builder, single, [0] * 8), shifts), _same(_WORD, (1 << width) - 1))
+        packed = builder.load(_at(builder, address, ir.VectorType(_BYTE, count)), align=1)
+        return builder.zext(packed, ir.VectorType(_WORD, count))
+    in_word = 32 // width  # of a word of 4 bytes, if there are so many
+    some = ir.VectorType(_WORD, max(1, count // in_word))
+    packed = builder.load(_at(builder, address, some), align=1)
+    shifts = ir.VectorType(_WORD, count)([i % in_word * width for i in range(count)])
+    spread = builder.lshr(_shuffled(builder, packed, [i // in_word for i in range(count)]), shifts)
+    return builder.and_(spread, _same(_WORD, (1 << width) - 1, count))
 
 
-def _codes(bits: int) -> Any:
-    """Eight codes whose parts of the first, the second and the third plane are at three addresses."""
+def _codes(bits: int, vectors: Any) -> Any:
+    """As many codes as a vector has, whose parts of the first, second and third plane are at three addresses."""
+    count = vectors.llvm_type.count
 
     def build(builder: Any, *addresses: Any) -> Any:
-        codes, lowest = _same(_WORD, 0), 0
+        codes, lowest = _same(_WORD, 0, count), 0
         for width, address in zip(plane_widths(bits), addresses, strict=False):
-            part = builder.shl(_plane(builder, address, width), _same(_WORD, lowest))
+            part = builder.shl(_plane(builder, address, width, count), _same(_WORD, lowest, count))
             codes = builder.or_(codes, part)
             lowest += width
         return codes
 
-    return _operation(words(_i64, _i64, _i64), build)
+    return _operation(vectors(_i64, _i64, _i64), build)
 
 
 def _picked(builder: Any, index: Any, table: Any) -> Any:
@@ -217,6 +224,17 @@ def _level(builder: Any, index: Any, table: Any) -> Any:
     return builder.select(upper, _picked(builder, index, high), _picked(builder, index, low))
 
 
+def _wide_level(builder: Any, index: Any, table: Any) -> Any:
+    """The same of sixteen indices, which have four bits."""
+    if not _HAS_WIDE_LOOKUP:
+        halves = (_level(builder, _shuffled(builder, index, list(range(i, i + 8))), table) for i in (0, 8))
+        first, second = halves
+        return _shuffled(builder, first, list(range(16)), second)
+    declared = ir.FunctionType(_WIDE_FLOATS, [_WIDE_FLOATS, _WIDE_WORDS])
+    function = cgutils.get_or_insert_function(builder.module, declared, "llvm.x86.avx512.permvar.sf.512")
+    return builder.call(function, [builder.load(_at(builder, table, _WIDE_FLOATS), align=4), index])
+
+
 load = _operation(lanes(_i64), lambda b, a: b.load(_at(b, a, _FLOATS), align=4))
 load_bfloat16 = _operation(lanes(_i64), _load_bfloat16)
 load_float16 = _operation(lanes(_i64), _load_float16)
@@ -243,7 +261,7 @@ put_int = _operation(types.void(_i64, _i64), lambda b, a, x: b.store(x, _at(b, a
 put = _operation(types.void(_i64, _f32), lambda b, a, x: b.store(x, _at(b, a, _FLOAT), align=4))
 total = _operation(_f32(lanes), lambda b, x: _reduced(b, x, lambda b, x, y: b.fadd(x, y)))
 largest = _operation(_f32(lanes), lambda b, x: _reduced(b, x, _maximum))
-codes = {bits: _codes(bits) for bits in range(1, 9)}
+codes = {bits: _codes(bits, words) for bits in range(1, 9)}
 """For each width a function of three addresses; see `_codes`."""
 as_numbers = _operation(lanes(words), lambda b, x: b.sitofp(x, _FLOATS))
 level_of_8 = _operation(lanes(words, _i64), lambda b, x, a: _picked(b, x, b.load(_at(b, a, _FLOATS), align=4)))
@@ -256,3 +274,18 @@ transpose = _operation(types.void(_i64, _i64, _i64, _i64), _transpose)
 """Eight rows of eight numbers, so many bytes apart, to where and how far apart their columns become rows."""
 prefetch = _operation(types.void(_i64), _prefetch)
 copy_2 = _operation(types.void(_i64, _i64), _copy_short)
+
+# Sixteen at once: half the instructions where the machine has such vectors, and as many as before where not.
+load_wide = _operation(wide_lanes(_i64), lambda b, a: b.load(_at(b, a, _WIDE_FLOATS), align=4))
+load_one_wide = _operation(wide_lanes(_i64), lambda b, a: _splat(b, b.load(_at(b, a, _FLOAT), align=4), 16))
+store_wide = _operation(types.void(_i64, wide_lanes), lambda b, a, x: b.store(x, _at(b, a, _WIDE_FLOATS), align=4))
+add_wide = _operation(wide_lanes(wide_lanes, wide_lanes), lambda b, x, y: b.fadd(x, y, flags=_FUSED))
+multiply_wide = _operation(wide_lanes(wide_lanes, wide_lanes), lambda b, x, y: b.fmul(x, y, flags=_FUSED))
+multiply_add_wide = _operation(wide_lanes(wide_lanes, wide_lanes, wide_lanes), _product_sum)
+subtract_product_wide = _operation(
+    wide_lanes(wide_lanes, wide_lanes, wide_lanes),
+    lambda b, x, y, z: b.fsub(z, b.fmul(x, y, flags=_FUSED), flags=_FUSED),
+)
+wide_codes = {bits: _codes(bits, wide_words) for bits in range(1, 9)}
+as_numbers_wide = _operation(wide_lanes(wide_words), lambda b, x: b.sitofp(x, _WIDE_FLOATS))
+level_wide = _operation(wide_lanes(wide_words, _i64), _wide_level)

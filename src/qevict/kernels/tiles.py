@@ -16,15 +16,21 @@ from qevict.kernels.simd import (
     BFLOAT16,
     FLOAT32,
     add,
+    add_wide,
     exp,
     load,
     load_one,
+    load_one_wide,
+    load_wide,
     maximum,
     multiply,
     multiply_add,
+    multiply_add_wide,
+    multiply_wide,
     splat,
     store,
-    subtract_product,
+    store_wide,
+    subtract_product_wide,
 )
 
 TILE = 64
@@ -65,31 +71,35 @@ def convert(source, dtype, count, target):
 @no_type_check
 def rotate(first, second, cos, sin):
     """Turn two channels of 64 keys, in place."""
-    for i in range(0, 4 * TILE, 32):
-        x, y = load(first + i), load(second + i)
-        c, s = load(cos + i), load(sin + i)
-        store(first + i, subtract_product(y, s, multiply(x, c)))
-        store(second + i, multiply_add(x, s, multiply(y, c)))
+    for i in range(0, 4 * TILE, 64):
+        x, y = load_wide(first + i), load_wide(second + i)
+        c, s = load_wide(cos + i), load_wide(sin + i)
+        store_wide(first + i, subtract_product_wide(y, s, multiply_wide(x, c)))
+        store_wide(second + i, multiply_add_wide(x, s, multiply_wide(y, c)))
 
 
 @inlined
 @no_type_check
 def add_products(query, keys, logits):
     """Add to 64 logits the products of eight channels, `keys` 64 tokens a channel."""
-    q0, q1, q2, q3 = load_one(query), load_one(query + 4), load_one(query + 8), load_one(query + 12)
-    q4, q5, q6, q7 = load_one(query + 16), load_one(query + 20), load_one(query + 24), load_one(query + 28)
     channel = 4 * TILE
-    for i in range(0, channel, 32):
-        k = keys + i
-        x = multiply_add(q0, load(k), load(logits + i))
-        y = multiply(q1, load(k + channel))
-        x = multiply_add(q2, load(k + 2 * channel), x)
-        y = multiply_add(q3, load(k + 3 * channel), y)
-        x = multiply_add(q4, load(k + 4 * channel), x)
-        y = multiply_add(q5, load(k + 5 * channel), y)
-        x = multiply_add(q6, load(k + 6 * channel), x)
-        y = multiply_add(q7, load(k + 7 * channel), y)
-        store(logits + i, add(x, y))
+    for i in range(0, channel, 64):
+        store_wide(logits + i, sum_of_products(query, keys + i, channel, load_wide(logits + i)))
+
+
+@inlined
+@no_type_check
+def sum_of_products(factors, vectors, row, start):
+    """Eight numbers times a vector each, the vectors `row` bytes apart, added to the sixteen of `start`."""
+    x = multiply_add_wide(load_one_wide(factors), load_wide(vectors), start)
+    y = multiply_wide(load_one_wide(factors + 4), load_wide(vectors + row))
+    x = multiply_add_wide(load_one_wide(factors + 8), load_wide(vectors + 2 * row), x)
+    y = multiply_add_wide(load_one_wide(factors + 12), load_wide(vectors + 3 * row), y)
+    x = multiply_add_wide(load_one_wide(factors + 16), load_wide(vectors + 4 * row), x)
+    y = multiply_add_wide(load_one_wide(factors + 20), load_wide(vectors + 5 * row), y)
+    x = multiply_add_wide(load_one_wide(factors + 24), load_wide(vectors + 6 * row), x)
+    y = multiply_add_wide(load_one_wide(factors + 28), load_wide(vectors + 7 * row), y)
+    return add_wide(x, y)
 
 
 @compiled
@@ -116,7 +126,10 @@ def add_values(weights, values, row, count, output):
     """Add to `count` numbers of a row's output the values of eight tokens, `row` bytes apart, by their weights."""
     w0, w1, w2, w3 = load_one(weights), load_one(weights + 4), load_one(weights + 8), load_one(weights + 12)
     w4, w5, w6, w7 = load_one(weights + 16), load_one(weights + 20), load_one(weights + 24), load_one(weights + 28)
-    for i in range(0, 4 * count, 32):
+    whole = 4 * count & -64
+    for i in range(0, whole, 64):
+        store_wide(output + i, sum_of_products(weights, values + i, row, load_wide(output + i)))
+    for i in range(whole, 4 * count, 32):
         v = values + i
         x = multiply_add(w0, load(v), load(output + i))
         y = multiply(w1, load(v + row))
