@@ -82,24 +82,28 @@ def rotate(first, second, cos, sin):
 @no_type_check
 def add_products(query, keys, logits):
     """Add to 64 logits the products of eight channels, `keys` 64 tokens a channel."""
-    channel = 4 * TILE
-    for i in range(0, channel, 64):
-        store_wide(logits + i, sum_of_products(query, keys + i, channel, load_wide(logits + i)))
+    add_weighted(query, keys, 4 * TILE, 4 * TILE, logits)
 
 
 @inlined
 @no_type_check
-def sum_of_products(factors, vectors, row, start):
-    """Eight numbers times a vector each, the vectors `row` bytes apart, added to the sixteen of `start`."""
-    x = multiply_add_wide(load_one_wide(factors), load_wide(vectors), start)
-    y = multiply_wide(load_one_wide(factors + 4), load_wide(vectors + row))
-    x = multiply_add_wide(load_one_wide(factors + 8), load_wide(vectors + 2 * row), x)
-    y = multiply_add_wide(load_one_wide(factors + 12), load_wide(vectors + 3 * row), y)
-    x = multiply_add_wide(load_one_wide(factors + 16), load_wide(vectors + 4 * row), x)
-    y = multiply_add_wide(load_one_wide(factors + 20), load_wide(vectors + 5 * row), y)
-    x = multiply_add_wide(load_one_wide(factors + 24), load_wide(vectors + 6 * row), x)
-    y = multiply_add_wide(load_one_wide(factors + 28), load_wide(vectors + 7 * row), y)
-    return add_wide(x, y)
+def add_weighted(factors, vectors, row, size, sums):
+    """Add to sums of `size` bytes eight vectors, `row` bytes apart, each times a factor. Sixteen numbers at a time."""
+    f0, f1 = load_one_wide(factors), load_one_wide(factors + 4)
+    f2, f3 = load_one_wide(factors + 8), load_one_wide(factors + 12)
+    f4, f5 = load_one_wide(factors + 16), load_one_wide(factors + 20)
+    f6, f7 = load_one_wide(factors + 24), load_one_wide(factors + 28)
+    for i in range(0, size, 64):
+        v = vectors + i
+        x = multiply_add_wide(f0, load_wide(v), load_wide(sums + i))
+        y = multiply_wide(f1, load_wide(v + row))
+        x = multiply_add_wide(f2, load_wide(v + 2 * row), x)
+        y = multiply_add_wide(f3, load_wide(v + 3 * row), y)
+        x = multiply_add_wide(f4, load_wide(v + 4 * row), x)
+        y = multiply_add_wide(f5, load_wide(v + 5 * row), y)
+        x = multiply_add_wide(f6, load_wide(v + 6 * row), x)
+        y = multiply_add_wide(f7, load_wide(v + 7 * row), y)
+        store_wide(sums + i, add_wide(x, y))
 
 
 @compiled
@@ -127,8 +131,7 @@ def add_values(weights, values, row, count, output):
     w0, w1, w2, w3 = load_one(weights), load_one(weights + 4), load_one(weights + 8), load_one(weights + 12)
     w4, w5, w6, w7 = load_one(weights + 16), load_one(weights + 20), load_one(weights + 24), load_one(weights + 28)
     whole = 4 * count & -64
-    for i in range(0, whole, 64):
-        store_wide(output + i, sum_of_products(weights, values + i, row, load_wide(output + i)))
+    add_weighted(weights, values, row, whole, output)
     for i in range(whole, 4 * count, 32):
         v = values + i
         x = multiply_add(w0, load(v), load(output + i))
