@@ -34,7 +34,7 @@ _CODECS: dict[str, Callable[[Any, int], Codec | PromptCodec]] = {
 }
 
 
-_LADDERS = {"allotted": "4+4|3.5+3|3+3|2.5+3|2.5+2|3+3"}
+_LADDERS = {"allotted": "4+4|3.5+3|3+3|2.5+3|2.5+2"}
 """What a name stands for that says no bits; for the others 4+4."""
 
 
