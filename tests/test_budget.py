@@ -213,7 +213,15 @@ def test_what_is_reserved_never_exceeds_the_budget(drawn: tuple[dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("budget", "bits"),
-    [(0.5, (4, 4)), (0.3, (4, 4)), (0.23, (3.5, 3)), (0.2, (3, 3)), (0.18, (2.5, 3)), (0.15, (2.5, 2)), (0.1, (2.5, 2))],
+    [
+        (0.5, (4, 4)),
+        (0.3, (4, 4)),
+        (0.23, (3.5, 3)),
+        (0.2, (3, 3)),
+        (0.18, (2.5, 3)),
+        (0.15, (2.5, 2)),
+        (0.1, (2.5, 2)),
+    ],
 )
 def test_codes_get_the_most_bits_that_leave_room_for_nearly_all_windows(budget: float, bits: tuple[float, int]) -> None:
     """At 10 % no codec of the ladder is small enough: then windows are evicted, and the last one is taken."""

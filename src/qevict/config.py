@@ -125,7 +125,7 @@ class QEvictConfig:
     window_size: int = 16
     routing_interval: int | None = None
     sink_tokens: int = 5
-    recent_tokens: int | float = 32
+    recent_tokens: int | float = 16
     quantized_fraction: float = 1.0
     allocation: Literal["coverage", "split"] = "coverage"
     codec: str | Codec | PromptCodec = "allotted"

@@ -83,11 +83,11 @@ class Rope:
     def padded_tables(
         self, length: int
     ) -> tuple[Float[Tensor, "padded_positions padded_pairs"], Float[Tensor, "padded_positions padded_pairs"]]:
-        """`tables` for kernels: float32, on the CPU, zeros behind each row and behind the last, in whole eights."""
+        """`tables` for kernels: float32, on the CPU, in whole eights: behind each row pairs that do not turn."""
         held = self._padded
         if held is None or held[0].shape[0] - _EIGHT < length:
             cos, sin = self.tables(length, torch.device("cpu"))
-            held = _padded(cos), _padded(sin)
+            held = _padded(cos, 1.0), _padded(sin, 0.0)
             self._padded = held
         return held
 
@@ -150,8 +150,9 @@ class Rope:
         return turning[..., : self.rotary_dim // 2], turning[..., self.rotary_dim // 2 :]
 
 
-def _padded(table: Float[Tensor, "positions pairs"]) -> Float[Tensor, "padded_positions padded_pairs"]:
-    return torch.nn.functional.pad(table.float(), (0, -table.shape[1] % _EIGHT, 0, _EIGHT)).contiguous()
+def _padded(table: Float[Tensor, "positions pairs"], behind: float) -> Float[Tensor, "padded_positions padded_pairs"]:
+    padding = (0, -table.shape[1] % _EIGHT, 0, _EIGHT)
+    return torch.nn.functional.pad(table.float(), padding, value=behind).contiguous()
 
 
 class TableRope(Rope):

@@ -20,7 +20,6 @@ from qevict.kernels.tiles import (
     compiled,
     convert,
     product,
-    rotate,
     scale_weights,
     softmax,
 )
@@ -92,17 +91,19 @@ def key_tile(past, lane, first, tile, present, slots, positions, layout, rooms, 
                 store(logits + 4 * row * rooms.row + i, splat(0.0))
         own = min(lane, layout.shape[0] - 1)
         for block in range(dim // BLOCK):
-            decode_keys(past, own, head, block, layout, rooms)
-            for row in range(rows):
-                query = rooms.blocked + 4 * ((head * rows + row) * dim + BLOCK * block)
-                add_products(query, rooms.keys, logits + 4 * row * rooms.row)
+            turns = decode_keys(past, own, head, block, layout, rooms)
+            queries = rooms.blocked + 4 * (head * rows * dim + BLOCK * block)
+            add_products(rooms.keys, turns, rooms.cos, rooms.sin, queries, 4 * dim, rows, logits, 4 * rooms.row)
         hide_rest(past, first, tile, present, rooms, rows, logits)
 
 
 @compiled
 @no_type_check
 def decode_keys(past, lane, head, block, layout, rooms):
-    """Eight channels of a tile's keys, `layout[lane, head]` telling which: four, and the four that turn with them."""
+    """Eight channels of a tile's keys, `layout[lane, head]` telling which: four, and the four that turn with them.
+
+    Returns where the cosines and sines of the four are among those of a tile.
+    """
     span = 1 if past.unit % (2 * BLOCK) else 2
     scales = 8 * head * past.dim if past.key_ranges else 0
     start, i = BLOCK * block, 0
@@ -116,11 +117,9 @@ def decode_keys(past, lane, head, block, layout, rooms):
             rooms.keys + 4 * TILE * i,
         )  # fmt: skip
         i = stop
-    for i in range(4):
-        pair = layout[lane, head, start + i, 3]
-        if pair < past.pairs:
-            keys, turn = rooms.keys + 4 * TILE * i, 4 * TILE * pair
-            rotate(keys, keys + 16 * TILE, rooms.cos + turn, rooms.sin + turn)
+    first = layout[lane, head, start, 3], layout[lane, head, start + 1, 3]
+    last = layout[lane, head, start + 2, 3], layout[lane, head, start + 3, 3]
+    return 4 * TILE * first[0], 4 * TILE * first[1], 4 * TILE * last[0], 4 * TILE * last[1]
 
 
 @compiled
@@ -204,11 +203,12 @@ def add_code_values(past, lane, first, stop, head, slots, groups, rooms, rows, o
             else:
                 decode_rows(past.value_bits, packed, dim // BLOCK, tokens, rooms.values)
             scaled = rooms.scaled + 4 * place_of(past, index - first, token)
-            for row in range(rows):
-                for group in range(count):
-                    output = outputs + row * output_row + 4 * groups[group, 0]
-                    values, channels = rooms.values + 4 * groups[group, 0], groups[group, 1]
-                    add_values(scaled + 4 * (row * count + group) * rooms.row, values, 4 * dim, channels, output)
+            for group in range(count):
+                weights, start = scaled + 4 * group * rooms.row, 4 * groups[group, 0]
+                add_values(
+                    weights, 4 * count * rooms.row, rooms.values + start, 4 * dim, groups[group, 1],
+                    rows, outputs + start, output_row,
+                )  # fmt: skip
 
 
 @compiled

@@ -294,6 +294,10 @@ def _entries(version):
         # What no token has written is read all the same, with weights of zero.
         for place in range(rooms.halves, rooms.end, 4):
             put(place, 0.0)
+        # Pairs of channels that do not turn; those that share a vector with others are in the tables.
+        for place in range(4 * TILE * rounded(past.pairs, BLOCK), 2 * TILE * past.dim, 4):
+            put(rooms.cos + place, 1.0)
+            put(rooms.sin + place, 0.0)
         items = past.code_items + past.full_items + call.local_items
         lane = -1
         for item in range(first, last):

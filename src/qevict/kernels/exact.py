@@ -42,9 +42,9 @@ def attend_exact(past, tokens, tables, rooms, rows, item, results):
             for i in range(BLOCK):
                 token = min(first + i, tokens - 1)  # those behind the last have no weight
                 convert(tables[3 + 2 * head, token], tables[0, token], dim, rooms.values + 4 * dim * i)
-            for row in range(rows):
-                output = rooms.results + 4 * ((item * heads + head) * rows + row) * results.shape[3]
-                add_values(logits + 4 * (row * rooms.row + first), rooms.values, 4 * dim, dim, output)
+            outputs = rooms.results + 4 * (item * heads + head) * rows * results.shape[3]
+            weights, outputs_row = logits + 4 * first, 4 * results.shape[3]
+            add_values(weights, 4 * rooms.row, rooms.values, 4 * dim, dim, rows, outputs, outputs_row)
 
 
 @compiled

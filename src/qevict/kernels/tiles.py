@@ -69,41 +69,51 @@ def convert(source, dtype, count, target):
 
 @inlined
 @no_type_check
-def rotate(first, second, cos, sin):
-    """Turn two channels of 64 keys, in place."""
-    for i in range(0, 4 * TILE, 64):
-        x, y = load_wide(first + i), load_wide(second + i)
-        c, s = load_wide(cos + i), load_wide(sin + i)
-        store_wide(first + i, subtract_product_wide(y, s, multiply_wide(x, c)))
-        store_wide(second + i, multiply_add_wide(x, s, multiply_wide(y, c)))
+def add_products(keys, turns, cos, sin, queries, query_row, rows, logits, logits_row):
+    """Turn eight channels of 64 keys, and add their products with the rows' queries to the rows' logits.
+
+    Args:
+        keys: 64 tokens a channel; four channels, then the four that turn with them.
+        turns: for each of the four where its cosines and sines begin, in bytes from `cos` and `sin`.
+        queries: the eight numbers of the first row; the next are `query_row` bytes apart.
+        logits: the 64 of the first row; the next are `logits_row` bytes apart.
+    """
+    t0, t1, t2, t3 = turns
+    channel = 4 * TILE
+    for i in range(0, channel, 64):
+        k = keys + i
+        a0, b0 = turned(load_wide(k), load_wide(k + 4 * channel), cos + t0 + i, sin + t0 + i)
+        a1, b1 = turned(load_wide(k + channel), load_wide(k + 5 * channel), cos + t1 + i, sin + t1 + i)
+        a2, b2 = turned(load_wide(k + 2 * channel), load_wide(k + 6 * channel), cos + t2 + i, sin + t2 + i)
+        a3, b3 = turned(load_wide(k + 3 * channel), load_wide(k + 7 * channel), cos + t3 + i, sin + t3 + i)
+        for row in range(rows):
+            target = logits + row * logits_row + i
+            add_weighted(queries + row * query_row, a0, a1, a2, a3, b0, b1, b2, b3, target)
 
 
 @inlined
 @no_type_check
-def add_products(query, keys, logits):
-    """Add to 64 logits the products of eight channels, `keys` 64 tokens a channel."""
-    add_weighted(query, keys, 4 * TILE, 4 * TILE, logits)
+def turned(first, second, cos, sin):
+    """Two channels of sixteen keys after a rotation by angles whose cosines and sines are at two addresses."""
+    c, s = load_wide(cos), load_wide(sin)
+    return subtract_product_wide(second, s, multiply_wide(first, c)), multiply_add_wide(
+        first, s, multiply_wide(second, c)
+    )
 
 
 @inlined
 @no_type_check
-def add_weighted(factors, vectors, row, size, sums):
-    """Add to sums of `size` bytes eight vectors, `row` bytes apart, each times a factor. Sixteen numbers at a time."""
-    f0, f1 = load_one_wide(factors), load_one_wide(factors + 4)
-    f2, f3 = load_one_wide(factors + 8), load_one_wide(factors + 12)
-    f4, f5 = load_one_wide(factors + 16), load_one_wide(factors + 20)
-    f6, f7 = load_one_wide(factors + 24), load_one_wide(factors + 28)
-    for i in range(0, size, 64):
-        v = vectors + i
-        x = multiply_add_wide(f0, load_wide(v), load_wide(sums + i))
-        y = multiply_wide(f1, load_wide(v + row))
-        x = multiply_add_wide(f2, load_wide(v + 2 * row), x)
-        y = multiply_add_wide(f3, load_wide(v + 3 * row), y)
-        x = multiply_add_wide(f4, load_wide(v + 4 * row), x)
-        y = multiply_add_wide(f5, load_wide(v + 5 * row), y)
-        x = multiply_add_wide(f6, load_wide(v + 6 * row), x)
-        y = multiply_add_wide(f7, load_wide(v + 7 * row), y)
-        store_wide(sums + i, add_wide(x, y))
+def add_weighted(factors, v0, v1, v2, v3, v4, v5, v6, v7, target):
+    """Add to sixteen numbers eight vectors, each times a factor of its own."""
+    x = multiply_add_wide(load_one_wide(factors), v0, load_wide(target))
+    y = multiply_wide(load_one_wide(factors + 4), v1)
+    x = multiply_add_wide(load_one_wide(factors + 8), v2, x)
+    y = multiply_add_wide(load_one_wide(factors + 12), v3, y)
+    x = multiply_add_wide(load_one_wide(factors + 16), v4, x)
+    y = multiply_add_wide(load_one_wide(factors + 20), v5, y)
+    x = multiply_add_wide(load_one_wide(factors + 24), v6, x)
+    y = multiply_add_wide(load_one_wide(factors + 28), v7, y)
+    store_wide(target, add_wide(x, y))
 
 
 @compiled
@@ -126,23 +136,29 @@ def product(x, y, dim):
 
 @inlined
 @no_type_check
-def add_values(weights, values, row, count, output):
-    """Add to `count` numbers of a row's output the values of eight tokens, `row` bytes apart, by their weights."""
-    w0, w1, w2, w3 = load_one(weights), load_one(weights + 4), load_one(weights + 8), load_one(weights + 12)
-    w4, w5, w6, w7 = load_one(weights + 16), load_one(weights + 20), load_one(weights + 24), load_one(weights + 28)
+def add_values(weights, weights_row, values, size, count, rows, outputs, outputs_row):
+    """Add to `count` numbers of the rows' outputs the values of eight tokens, `size` bytes apart, by the rows' weights.
+
+    Args:
+        weights: the eight of the first row; the next are `weights_row` bytes apart.
+        outputs: that of the first row; the next are `outputs_row` bytes apart.
+    """
     whole = 4 * count & -64
-    add_weighted(weights, values, row, whole, output)
-    for i in range(whole, 4 * count, 32):
+    for i in range(0, whole, 64):
         v = values + i
-        x = multiply_add(w0, load(v), load(output + i))
-        y = multiply(w1, load(v + row))
-        x = multiply_add(w2, load(v + 2 * row), x)
-        y = multiply_add(w3, load(v + 3 * row), y)
-        x = multiply_add(w4, load(v + 4 * row), x)
-        y = multiply_add(w5, load(v + 5 * row), y)
-        x = multiply_add(w6, load(v + 6 * row), x)
-        y = multiply_add(w7, load(v + 7 * row), y)
-        store(output + i, add(x, y))
+        v0, v1, v2, v3 = load_wide(v), load_wide(v + size), load_wide(v + 2 * size), load_wide(v + 3 * size)
+        v += 4 * size
+        v4, v5, v6, v7 = load_wide(v), load_wide(v + size), load_wide(v + 2 * size), load_wide(v + 3 * size)
+        for row in range(rows):
+            target = outputs + row * outputs_row + i
+            add_weighted(weights + row * weights_row, v0, v1, v2, v3, v4, v5, v6, v7, target)
+    for i in range(whole, 4 * count, 32):
+        for row in range(rows):
+            target = outputs + row * outputs_row + i
+            x = load(target)
+            for token in range(BLOCK):
+                x = multiply_add(load_one(weights + row * weights_row + 4 * token), load(values + token * size + i), x)
+            store(target, x)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
