@@ -100,22 +100,22 @@ def test_a_fraction_of_an_unknown_length_is_refused() -> None:
 def test_a_budget_too_small_says_the_three_numbers() -> None:
     with pytest.raises(ValueError, match="protected tokens") as caught:
         plan_tiers(QEvictConfig(budget=0.2, codec="minmax"), SMALL, 200)
-    charged = 5 + 32 + 15 + 16
-    cost = SMALL.full_bytes(charged) + 2 * (8 * 4 + 8)
+    charged = 5 + 16 + 15 + 16
+    cost = SMALL.full_bytes(charged) + 2 * (8 * 3 + 8)
     numbers = re.findall(r"[\d,]*\d", str(caught.value))
     assert numbers == [f"{SMALL.full_bytes(40):,}", str(charged), f"{cost:,}"]
     assert "raise the budget or lower sink_tokens, recent_tokens, window_size or routing_interval" in str(caught.value)
 
 
 def test_a_budget_that_just_holds_the_protected_tokens() -> None:
-    config = QEvictConfig(budget=Budget(bytes=2 * (68 * 128 + 4 * 8 + 8)), codec="minmax")
+    config = QEvictConfig(budget=Budget(bytes=2 * (52 * 128 + 3 * 8 + 8)), codec="minmax")
     plan = plan_tiers(config, SMALL, 200)
     assert (plan.history_bytes, plan.max_full, plan.max_codes, plan.arena_bytes) == (0, 0, 0, 0)
-    with pytest.raises(ValueError, match="cannot hold the 68 protected tokens"):
-        plan_tiers(config.replace(budget=Budget(bytes=2 * (68 * 128 + 4 * 8 + 8) - 2)), SMALL, 200)
+    with pytest.raises(ValueError, match="cannot hold the 52 protected tokens"):
+        plan_tiers(config.replace(budget=Budget(bytes=2 * (52 * 128 + 3 * 8 + 8) - 2)), SMALL, 200)
 
 
-@pytest.mark.parametrize("tokens", [1, 36, 37, 67, 68])
+@pytest.mark.parametrize("tokens", [1, 20, 21, 51, 52])
 def test_a_sequence_shorter_than_the_protected_region_takes_what_it_needs(tokens: int) -> None:
     plan = plan_tiers(QEvictConfig(budget=Budget(tokens=100)), SMALL, tokens)
     assert plan.protected_slots == plan.charged_tokens == tokens
@@ -137,7 +137,7 @@ def test_the_recent_region_of_gsm8k_is_a_quarter_of_the_budget() -> None:
 
 def test_a_routing_interval_of_its_own_is_charged() -> None:
     plan = plan_tiers(QEvictConfig(budget=0.5, routing_interval=50), SMALL, 1000)
-    assert plan.protected_slots == 5 + 32 + 15 + 50
+    assert plan.protected_slots == 5 + 16 + 15 + 50
 
 
 def test_codes_that_are_larger_than_the_window_get_no_slots() -> None:
@@ -227,7 +227,7 @@ def test_codes_get_the_most_bits_that_leave_room_for_nearly_all_windows(budget: 
     """At 10 % no codec of the ladder is small enough: then windows are evicted, and the last one is taken."""
     plan = plan_tiers(QEvictConfig(budget=budget), LLAMA_8B, 8192)
     assert plan.codec == AllottedCodec(*bits)
-    covered = plan.code_capacity * 16 / (8192 - 5 - 32)
+    covered = plan.code_capacity * 16 / (8192 - 5 - 16)
     assert covered >= 0.95 or budget == 0.1
 
 

@@ -51,7 +51,7 @@ def test_plan_from_a_config_alone(tmp_path: Path) -> None:
     [
         (["plan", "--context", "100"], "give either --model, or all of"),
         (["plan", *LLAMA_8B, "--context", "100", "--budget", "lots"], "write 0.2, 20%"),
-        (["plan", *LLAMA_8B, "--context", "100", "--budget", "10tokens"], "cannot hold the 68 protected tokens"),
+        (["plan", *LLAMA_8B, "--context", "100", "--budget", "10tokens"], "cannot hold the 52 protected tokens"),
         (["plan", *LLAMA_8B, "--context", "100", "--budget", "1.0"], "nothing to plan"),
         (["plan", *LLAMA_8B, "--context", "100", "--bits", "9"], "from 0.5 to 8, not 9"),
         (["generate", "hello", "--budget", "0"], "above 0 and at most 1"),
