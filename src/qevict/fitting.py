@@ -41,4 +41,5 @@ def query_energy(
     """
     if prompt is None or prompt.ndim == 2:
         return torch.ones_like(keys[:, :, 0])
-    return rope.paired_mean(prompt.float().square().mean(dim=(2, 3)))
+    squares = torch.linalg.vector_norm(prompt.float(), dim=(2, 3)).square()  # without a copy of all queries
+    return rope.paired_mean(squares / prompt[0, 0, :, :, 0].numel())
