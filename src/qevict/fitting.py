@@ -10,6 +10,10 @@ from qevict.arena import Arena
 from qevict.rope import Rope
 
 
+ENOUGH = 2048
+"""Tokens whose queries tell the energy of channels: of longer prompts every second, every third, ... counts."""
+
+
 def known_keys(
     arena: Arena, rope: Rope, window_zero: Int[Tensor, " lanes"], local: Float[Tensor, "lanes heads local dim"]
 ) -> Float[Tensor, "lanes heads tokens dim"]:
@@ -41,5 +45,6 @@ def query_energy(
     """
     if prompt is None or prompt.ndim == 2:
         return torch.ones_like(keys[:, :, 0])
-    squares = torch.linalg.vector_norm(prompt.float(), dim=(2, 3)).square()  # without a copy of all queries
-    return rope.paired_mean(squares / prompt[0, 0, :, :, 0].numel())
+    some = prompt[:, :, :, :: -(-prompt.shape[3] // ENOUGH)].float()
+    squares = torch.linalg.vector_norm(some, dim=(2, 3)).square()  # many times faster than a mean of squares
+    return rope.paired_mean(squares / some[0, 0, :, :, 0].numel())
