@@ -9,7 +9,6 @@ from torch import Tensor
 from qevict.arena import Arena
 from qevict.rope import Rope
 
-
 ENOUGH = 2048
 """Tokens whose queries tell the energy of channels: of longer prompts every second, every third, ... counts."""
 
