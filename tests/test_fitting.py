@@ -21,9 +21,7 @@ def slow_energy(prompt: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("tokens", "every"), [(1, 1), (7, 1), (8, 1), (9, 2), (25, 4)])
-def test_energy_is_of_every_nth_query_of_long_prompts(
-    tokens: int, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_energy_is_of_every_nth_query_of_long_prompts(tokens: int, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "ENOUGH", 8)
     prompt = torch.randn(2, 3, 2, tokens, 8)
     energy = query_energy(prompt, ROPE, torch.zeros(2, 3, tokens, 8))

@@ -21,7 +21,7 @@ from qevict.tiers import TierStore
 
 @dataclass
 class Cohort:
-    """Rows that have seen equally many tokens, and their storage."""
+    """Rows that have seen equally many tokens, in ascending order, and their storage."""
 
     rows: Int[Tensor, " rows"]
     store: TierStore
@@ -68,8 +68,8 @@ class QEvictLayer(ManagedLayer):
             # Queries may be those of the last columns only, which padding on the left leaves alone.
             last = min(count, prefill.query.shape[2])
             recent = None if columns is None else columns[:, -last:] - (forward.columns - prefill.query.shape[2])
-            q = _chosen(prefill.query, rows, recent, self.batch)[:, :, -last:]
-            k, v = (_chosen(t, rows, columns, self.batch) for t in (prefill.keys, prefill.values))
+            q = _chosen(prefill.query, rows, recent)[:, :, -last:]
+            k, v = (_chosen(t, rows, columns) for t in (prefill.keys, prefill.values))
             first = forward.positions[rows, 0] if columns is None else forward.positions[rows].gather(1, columns)[:, 0]
             pads = forward.columns - count
             store = TierStore(
@@ -93,10 +93,12 @@ class QEvictLayer(ManagedLayer):
             self.cohorts.append(Cohort(rows, store))
 
     def _continue(self, query: Tensor, handle: KVHandle, forward: Forward, scaling: float) -> Tensor:
-        batch, heads, columns, dim = query.shape
-        output = query.new_zeros(batch, columns, heads, dim)
         if forward.valid is not None:
             self._split(forward.counts)
+        elif len(self.cohorts) == 1:  # the usual case, which needs no copies
+            return self._attended(self.cohorts[0].store, query, handle.keys, handle.values, scaling)
+        batch, heads, columns, dim = query.shape
+        output = query.new_zeros(batch, columns, heads, dim)
         for cohort in self.cohorts:
             self._continue_cohort(cohort, query, handle, forward, scaling, output)
         return output
@@ -104,11 +106,27 @@ class QEvictLayer(ManagedLayer):
     def _continue_cohort(
         self, cohort: Cohort, query: Tensor, handle: KVHandle, forward: Forward, scaling: float, output: Tensor
     ) -> None:
-        store, count = cohort.store, forward.counts[int(cohort.rows[0])]
+        count = forward.counts[int(cohort.rows[0])]
         if count == 0:
             return
         columns = forward.tokens(cohort.rows, count)
-        q, k, v = (_chosen(t, cohort.rows, columns, self.batch) for t in (query, handle.keys, handle.values))
+        q, k, v = (_chosen(t, cohort.rows, columns) for t in (query, handle.keys, handle.values))
+        heads_last = self._attended(cohort.store, q, k, v, scaling)
+        if columns is None:
+            output[cohort.rows] = heads_last
+        else:
+            output[cohort.rows[:, None], columns] = heads_last
+
+    def _attended(
+        self,
+        store: TierStore,
+        query: Float[Tensor, "rows heads tokens dim"],
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+    ) -> Float[Tensor, "rows tokens heads dim"]:
+        """Attention of the new tokens of a cohort's rows, which its store takes in."""
+        count = query.shape[2]
         if store.outgrows(count) and self.session.limit.fraction is None:
             # An absolute budget does not depend on what was announced.
             store.replan(self.session.plan(None, codec=store.used_codec))
@@ -116,16 +134,12 @@ class QEvictLayer(ManagedLayer):
         text = count > MAX_DRAFT and not self.record_past
         counted = self.session.config.prompt_queries
         last = None if not text else count if counted == "all" else counted
-        keys, values = self._lanes(k), self._lanes(v)
-        attended = attend(self._query_lanes(q, k.shape[1]), store.view(keys, values), scaling, last)
+        heads, keys, values = keys.shape[1], self._lanes(keys), self._lanes(values)
+        attended = attend(self._query_lanes(query, heads), store.view(keys, values), scaling, last)
         store.append(keys, values, attended.mass)
         if text:
             store.settle()
-        heads_last = attended.output.reshape(len(cohort.rows), query.shape[1], count, query.shape[3]).transpose(1, 2)
-        if columns is None:
-            output[cohort.rows] = heads_last
-        else:
-            output[cohort.rows[:, None], columns] = heads_last
+        return attended.output.reshape(query.shape).transpose(1, 2)
 
     # -- rows and lanes --------------------------------------------------------------------------------------------
 
@@ -203,11 +217,9 @@ def _chosen(
     states: Float[Tensor, "batch heads columns dim"],
     rows: Int[Tensor, " rows"],
     columns: Int[Tensor, "rows tokens"] | None,
-    batch: int,
 ) -> Float[Tensor, "rows heads tokens dim"]:
     """The tokens of some rows, without copying where that is all of them."""
-    in_order = len(rows) == batch and torch.equal(rows, torch.arange(batch, device=rows.device))
-    chosen = states if in_order else states[rows]
+    chosen = states if len(rows) == len(states) else states[rows]
     if columns is None:
         return chosen
     index = columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
