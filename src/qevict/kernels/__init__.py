@@ -15,7 +15,11 @@ def attend(
     query: Float[Tensor, "lanes heads group queries dim"], view: TierView, scaling: float, count_last: int | None = None
 ) -> Attended:
     """`reference.attend`, by the fastest kernel that knows the tiers."""
-    from qevict.kernels import cpu  # Numba takes a while to import, and whoever only plans a cache needs none
+    # Neither is imported before it is needed: whoever only plans a cache shall not wait for a compiler.
+    if query.device.type == "cuda":
+        from qevict.kernels import gpu as kernel
+    else:
+        from qevict.kernels import cpu as kernel
 
-    attended = cpu.attend(query, view, scaling, count_last)
+    attended = kernel.attend(query, view, scaling, count_last)
     return reference.attend(query, view, scaling, count_last) if attended is None else attended
