@@ -70,30 +70,6 @@ def add_key_plane(
 
 @triton.jit
 @no_type_check
-def key_codes(
-    packed, slot_bytes, starts, unit, slots, rows, bits,
-    BITS: tl.constexpr, ROW_TOKENS: tl.constexpr, ACCESS: tl.constexpr,
-    BLOCK: tl.constexpr, UNIT: tl.constexpr, UNITS_PER_WINDOW: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Codes of some channels in a tile, `[pairs, block]`.
-
-    Args:
-        rows: where the channels' rows are in a window.
-        bits: of the channels; 0 for none. All have `BITS`, unless this is 0.
-    """
-    codes = tl.zeros([PAIRS, BLOCK], tl.int32)
-    wider = tl.zeros([PAIRS], tl.int32)  # bits in wider planes, which come first
-    for plane in tl.static_range(4):
-        if BITS == 0 or (BITS >> (3 - plane)) & 1:
-            codes, rows, wider = add_key_plane(
-                codes, rows, wider, packed, slot_bytes, starts, unit, slots, bits,
-                8 >> plane, ROW_TOKENS, ACCESS, BLOCK, UNIT, UNITS_PER_WINDOW, PAIRS,
-            )  # fmt: skip
-    return codes
-
-
-@triton.jit
-@no_type_check
 def value_plane(
     packed, rows, seen,
     WIDTH: tl.constexpr, ACCESS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
@@ -131,18 +107,45 @@ def load_halves(packed, bytes, mask):
 
 @triton.jit
 @no_type_check
-def key_ranges_of_tile(
-    packed, slot_bytes, starts, unit, slots, paired, scale, offset,
+def code_keys(
+    packed, slot_bytes, starts, unit, slots, key_rows, key_bits, key_ranges, key_scale, key_offset, channel, real,
+    BITS: tl.constexpr, ROW_TOKENS: tl.constexpr, ACCESS: tl.constexpr, RANGES: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, UNITS_PER_WINDOW: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Scales and offsets of some channels in a tile, `[pairs, block]`, from where they are in a window."""
-    UNITS: tl.constexpr = BLOCK // UNIT
-    of = tl.arange(0, UNITS) * UNIT
-    slot, _, position = history_tokens(starts, unit, of, slots, UNIT, UNITS_PER_WINDOW)
-    column, mask = (slot.to(tl.int64) * slot_bytes)[None, :], paired[:, None] & (position >= 0)[None, :]
-    scales = load_halves(packed, scale[:, None] + column, mask)
-    offsets = load_halves(packed, offset[:, None] + column, mask)
-    return spread(scales, PAIRS, UNITS, UNIT), spread(offsets, PAIRS, UNITS, UNIT)
+    """Some channels of a tile's keys as they were before they were turned, `[pairs, block]`.
+
+    Args:
+        key_rows, key_bits: `[dim]` of the head: where the rows of its channels are in a window, and their bits, which
+            are `BITS` everywhere unless this is 0. They are read for every tile, to hold fewer registers.
+        key_ranges: `[2, dim]` scales and offsets of the head, if `RANGES`; else they are in the windows, at
+            `key_scale` and `key_offset`.
+        channel, real: `[pairs]`, and which of them the head has.
+    """
+    rows = tl.load(key_rows + channel, mask=real, other=0)
+    if BITS == 0:
+        bits = tl.load(key_bits + channel, mask=real, other=0)
+    else:
+        bits = tl.where(real, BITS, 0)
+    codes = tl.zeros([PAIRS, BLOCK], tl.int32)
+    wider = tl.zeros([PAIRS], tl.int32)  # bits in wider planes, which come first
+    for plane in tl.static_range(4):
+        if BITS == 0 or (BITS >> (3 - plane)) & 1:
+            codes, rows, wider = add_key_plane(
+                codes, rows, wider, packed, slot_bytes, starts, unit, slots, bits,
+                8 >> plane, ROW_TOKENS, ACCESS, BLOCK, UNIT, UNITS_PER_WINDOW, PAIRS,
+            )  # fmt: skip
+    if RANGES:
+        scale = tl.load(key_ranges + channel, mask=real, other=0.0)[:, None]
+        offset = tl.load(key_ranges + DIM + channel, mask=real, other=0.0)[:, None]
+    else:
+        UNITS: tl.constexpr = BLOCK // UNIT
+        of = tl.arange(0, UNITS) * UNIT
+        slot, _, position = history_tokens(starts, unit, of, slots, UNIT, UNITS_PER_WINDOW)
+        place = 2 * channel[:, None] + (slot.to(tl.int64) * slot_bytes)[None, :]
+        mask = real[:, None] & (position >= 0)[None, :]
+        scale = spread(load_halves(packed, place + key_scale, mask), PAIRS, UNITS, UNIT)
+        offset = spread(load_halves(packed, place + key_offset, mask), PAIRS, UNITS, UNIT)
+    return codes.to(tl.float32) * scale + offset
 
 
 @triton.jit

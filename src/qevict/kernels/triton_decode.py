@@ -20,7 +20,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from qevict.kernels.triton_codes import code_values, history_tokens, key_codes, key_ranges_of_tile, turned
+from qevict.kernels.triton_codes import code_keys, code_values, history_tokens, turned
 
 NOTHING = tl.constexpr(-1e30)
 """The logit of what is not seen; finite, so that no arithmetic with it makes a NaN."""
@@ -136,49 +136,25 @@ def attend_split(
         starts += full_slots
         packed += lane * packed_lane
         key_rows += lane * key_lane + head * DIM
-        rows_1 = tl.load(key_rows + first, mask=paired, other=0)
-        rows_2 = tl.load(key_rows + second, mask=paired, other=0)
-        if KEY_BITS == 0:
-            key_bits += lane * key_lane + head * DIM
-            bits_1 = tl.load(key_bits + first, mask=paired, other=0)
-            bits_2 = tl.load(key_bits + second, mask=paired, other=0)
-        else:
-            bits_1 = tl.where(paired, KEY_BITS, 0)
-            bits_2 = bits_1
-        if KEY_RANGES:
-            key_ranges += (lane * HEADS + head) * 2 * DIM
-            scale_1 = tl.load(key_ranges + first, mask=paired, other=0.0)[:, None]
-            scale_2 = tl.load(key_ranges + second, mask=paired, other=0.0)[:, None]
-            offset_1 = tl.load(key_ranges + DIM + first, mask=paired, other=0.0)[:, None]
-            offset_2 = tl.load(key_ranges + DIM + second, mask=paired, other=0.0)[:, None]
+        key_bits += lane * key_lane + head * DIM
+        key_ranges += (lane * HEADS + head) * 2 * DIM
+        key_scale += 2 * head * DIM
+        key_offset += 2 * head * DIM
         granule = tl.load(value_groups + tl.arange(0, GRANULES))
         for tile in range(split * tiles, tl.minimum((split + 1) * tiles, code_tiles)):
             at = tile * UNITS
             slot, place, position = history_tokens(starts, at, token, code_slots, UNIT, UNITS_PER_WINDOW)
             seen = (position >= 0) & (place < WINDOW)
-            codes_1 = key_codes(
-                packed, packed_slot, starts, at, code_slots, rows_1, bits_1,
-                KEY_BITS, KEY_TOKENS, KEY_ACCESS, BLOCK, UNIT, UNITS_PER_WINDOW, PAIRS,
+            keys_1 = code_keys(
+                packed, packed_slot, starts, at, code_slots, key_rows, key_bits, key_ranges, key_scale, key_offset,
+                first, paired,
+                KEY_BITS, KEY_TOKENS, KEY_ACCESS, KEY_RANGES, DIM, BLOCK, UNIT, UNITS_PER_WINDOW, PAIRS,
             )  # fmt: skip
-            codes_2 = key_codes(
-                packed, packed_slot, starts, at, code_slots, rows_2, bits_2,
-                KEY_BITS, KEY_TOKENS, KEY_ACCESS, BLOCK, UNIT, UNITS_PER_WINDOW, PAIRS,
+            keys_2 = code_keys(
+                packed, packed_slot, starts, at, code_slots, key_rows, key_bits, key_ranges, key_scale, key_offset,
+                second, paired,
+                KEY_BITS, KEY_TOKENS, KEY_ACCESS, KEY_RANGES, DIM, BLOCK, UNIT, UNITS_PER_WINDOW, PAIRS,
             )  # fmt: skip
-            if KEY_RANGES:
-                keys_1 = codes_1.to(tl.float32) * scale_1 + offset_1
-                keys_2 = codes_2.to(tl.float32) * scale_2 + offset_2
-            else:
-                channels_1, channels_2 = 2 * (head * DIM + first), 2 * (head * DIM + second)
-                scales, offsets = key_ranges_of_tile(
-                    packed, packed_slot, starts, at, code_slots, paired, channels_1 + key_scale,
-                    channels_1 + key_offset, BLOCK, UNIT, UNITS_PER_WINDOW, PAIRS,
-                )  # fmt: skip
-                keys_1 = codes_1.to(tl.float32) * scales + offsets
-                scales, offsets = key_ranges_of_tile(
-                    packed, packed_slot, starts, at, code_slots, paired, channels_2 + key_scale,
-                    channels_2 + key_offset, BLOCK, UNIT, UNITS_PER_WINDOW, PAIRS,
-                )  # fmt: skip
-                keys_2 = codes_2.to(tl.float32) * scales + offsets
             if TURNING > 0:
                 keys_1, keys_2 = turned(keys_1, keys_2, cos, sin, position + place, seen, pair, TURNING)
             own = (row < rows)[:, None] & (at + unit < code_units)[None, :]
