@@ -15,11 +15,13 @@ def attend(
     query: Float[Tensor, "lanes heads group queries dim"], view: TierView, scaling: float, count_last: int | None = None
 ) -> Attended:
     """`reference.attend`, by the fastest kernel that knows the tiers."""
-    # Neither is imported before it is needed: whoever only plans a cache shall not wait for a compiler.
+    # Kernels are imported when they are needed: Numba takes a while, and whoever only plans a cache needs none.
     if query.device.type == "cuda":
-        from qevict.kernels import gpu as kernel
-    else:
-        from qevict.kernels import cpu as kernel
+        from qevict.kernels import gpu
 
-    attended = kernel.attend(query, view, scaling, count_last)
+        attended = gpu.attend(query, view, scaling, count_last)
+    else:
+        from qevict.kernels import cpu
+
+        attended = cpu.attend(query, view, scaling, count_last)
     return reference.attend(query, view, scaling, count_last) if attended is None else attended

@@ -17,17 +17,15 @@ def spread(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TIMES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def load_plane(
-    packed, bytes, mask, WIDTH: tl.constexpr, ACCESS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
-):
-    """One plane of packed codes, read in words of `ACCESS` bytes that lie at `bytes`: `[rows, words * codes]`."""
+def load_plane(packed, place, mask, WIDTH: tl.constexpr, ACCESS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """One plane of packed codes, read in words of `ACCESS` bytes that lie at `place`: `[rows, words * codes]`."""
     CODES: tl.constexpr = 8 * ACCESS // WIDTH
     if ACCESS == 4:
-        words = tl.load((packed + bytes).to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
+        words = tl.load((packed + place).to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
     elif ACCESS == 2:
-        words = tl.load((packed + bytes).to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
+        words = tl.load((packed + place).to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
     else:
-        words = tl.load(packed + bytes, mask=mask, other=0)
+        words = tl.load(packed + place, mask=mask, other=0)
     shifts = (tl.arange(0, CODES) * WIDTH).to(tl.uint32)
     codes = (words.to(tl.uint32)[:, :, None] >> shifts[None, None, :]) & ((1 << WIDTH) - 1)
     return tl.reshape(codes, [ROWS, WORDS * CODES]).to(tl.int32)
@@ -100,9 +98,9 @@ def value_codes(
 
 @triton.jit
 @no_type_check
-def load_halves(packed, bytes, mask):
-    """float16 that lie at `bytes`, as float32."""
-    return tl.load((packed + bytes).to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
+def load_halves(packed, place, mask):
+    """float16 that lie at `place`, as float32."""
+    return tl.load((packed + place).to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -122,10 +120,7 @@ def code_keys(
         channel, real: `[pairs]`, and which of them the head has.
     """
     rows = tl.load(key_rows + channel, mask=real, other=0)
-    if BITS == 0:
-        bits = tl.load(key_bits + channel, mask=real, other=0)
-    else:
-        bits = tl.where(real, BITS, 0)
+    bits = tl.load(key_bits + channel, mask=real, other=0) if BITS == 0 else tl.where(real, BITS, 0)
     codes = tl.zeros([PAIRS, BLOCK], tl.int32)
     wider = tl.zeros([PAIRS], tl.int32)  # bits in wider planes, which come first
     for plane in tl.static_range(4):
