@@ -85,30 +85,31 @@ def attend(
     means, sums = room(lanes, heads, sum(splits), rows, dim), room(lanes, heads, sum(splits), rows)
     unit_sums, mass = room(lanes, heads, rows, sum(units)), room(lanes, steps, columns)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    launch(
-        attend_split, (lanes * heads, sum(splits), row_blocks),
-        query=query, stored_keys=stored, stored_values=view.stored_values, new_keys=new, new_values=new_values,
-        means=means, sums=sums, unit_sums=unit_sums, scaling=scaling * math.log2(math.e),
-        stored=stored.shape[2], new=new.shape[2], sinks=view.sinks, queries=queries,
-        tiles=share, splits=sum(splits), units=sum(units), GROUP=group, ROWS=row_block,
-        # Tensor cores round to 11 bits, which is what 16-bit queries have; three such products make nearly 24.
-        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-        **_strides("query", query, "lane", "head", "group", "token"),
-        **_strides("stored", stored, "lane", "head", "token"),
-        **_strides("new_keys", new, "lane", "head", "token"),
-        **_strides("new_values", new_values, "lane", "head", "token"),
-        **prepared.values, num_warps=4, num_stages=1,
-    )  # fmt: skip
     turn_back = prepared.turn_back
-    launch(
-        combine, (lanes, heads * rows + steps * -(-columns // _COLUMNS), 1),
-        means=means, sums=sums, unit_sums=unit_sums, turn_back=means if turn_back is None else turn_back,
-        output=output, mass=mass, queries=queries, code_splits=splits[0], splits=sum(splits), windows=full + codes,
-        columns=columns, sink_units=sink_units, units=sum(units),
-        since=0 if count_last is None else queries - count_last,
-        HEADS=heads, GROUP=group, DIM=dim, CHANNELS=prepared.values["CHANNELS"], UNITS_PER_WINDOW=per_window,
-        APART=count_last is None, TURNED=turn_back is not None, SPLITS=32, COUNT=row_block, COLUMNS=_COLUMNS,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):  # a model may lie on several devices
+        launch(
+            attend_split, (lanes * heads, sum(splits), row_blocks),
+            query=query, stored_keys=stored, stored_values=view.stored_values, new_keys=new, new_values=new_values,
+            means=means, sums=sums, unit_sums=unit_sums, scaling=scaling * math.log2(math.e),
+            stored=stored.shape[2], new=new.shape[2], sinks=view.sinks, queries=queries,
+            tiles=share, splits=sum(splits), units=sum(units), GROUP=group, ROWS=row_block,
+            # Tensor cores round to 11 bits, which is what 16-bit queries have; three such products make nearly 24.
+            PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+            **_strides("query", query, "lane", "head", "group", "token"),
+            **_strides("stored", stored, "lane", "head", "token"),
+            **_strides("new_keys", new, "lane", "head", "token"),
+            **_strides("new_values", new_values, "lane", "head", "token"),
+            **prepared.values, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        launch(
+            combine, (lanes, heads * rows + steps * -(-columns // _COLUMNS), 1),
+            means=means, sums=sums, unit_sums=unit_sums, turn_back=means if turn_back is None else turn_back,
+            output=output, mass=mass, queries=queries, code_splits=splits[0], splits=sum(splits), windows=full + codes,
+            columns=columns, sink_units=sink_units, units=sum(units),
+            since=0 if count_last is None else queries - count_last,
+            HEADS=heads, GROUP=group, DIM=dim, CHANNELS=prepared.values["CHANNELS"], UNITS_PER_WINDOW=per_window,
+            APART=count_last is None, TURNED=turn_back is not None, SPLITS=32, COUNT=row_block, COLUMNS=_COLUMNS,
+        )  # fmt: skip
     return Attended(output, mass)
 
 
@@ -145,7 +146,7 @@ def _prepare(history: History) -> Prepared | None:
     starts = torch.cat([history.full_present.int() - 1, code_starts.int()], dim=1)
     cos, sin = rope.tables(int(code_starts.max()) + window if code_starts.numel() else 0, device)
     rows, bits, ranges, levels = described.key_rows, described.key_bits, described.key_ranges, described.levels
-    key_access, value_access = _accesses(described, dim)
+    key_access, value_access = _accesses(described, packed, dim)
     channels, unit = max(16, _power_of_two(dim)), min(_BLOCK, max(8, _power_of_two(window)))
     granule, groups = _granules(described.value_groups, channels)
     none = torch.empty(0, device=device)
@@ -173,16 +174,17 @@ def _prepare(history: History) -> Prepared | None:
     return prepared
 
 
-def _accesses(described: CodeFormat, dim: int) -> tuple[int, int]:
-    """Bytes, 1, 2 or 4, in which planes of keys and of values can be read.
+def _accesses(described: CodeFormat, packed: Tensor, dim: int) -> tuple[int, int]:
+    """Bytes, 1, 2 or 4, in which planes of keys and of values can be read: sections start at multiples of 4.
 
-    Windows start at multiples of 4 bytes, and so do their sections; rows follow one another, and so do planes.
+    Rows follow one another in a section, and planes in a row.
     """
+    most = math.gcd(4, packed.data_ptr(), *packed.stride()[:2])
     bits, tokens = described.key_bits, described.row_tokens
     widths = plane_widths(bits) if isinstance(bits, int) else (1, 2, 4, 8)
     key_sizes = [packed_size(tokens, width) for width in widths]
     value_sizes = [packed_size(dim, width) for width in plane_widths(described.value_bits)]
-    return math.gcd(4, *key_sizes), math.gcd(4, *value_sizes)
+    return math.gcd(most, *key_sizes), math.gcd(most, *value_sizes)
 
 
 def _granules(groups: tuple[int, ...], channels: int) -> tuple[int, list[int]]:

@@ -29,25 +29,13 @@ NOTHING = tl.constexpr(-1e30)
 @triton.jit
 @no_type_check
 def add_tile(
-    query_1,
-    query_2,
-    keys_1,
-    keys_2,
-    seen,
-    unit_sums,
-    unit_mask,
-    highest,
-    total,
-    mean,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scaling, query_1, query_2, keys_1, keys_2, seen, unit_sums, unit_mask, highest, total, mean,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Weights of a tile's tokens, and what the tiles before come to beside them; the units' sums are written."""
     logits = tl.dot(query_1, keys_1, input_precision=PRECISION)
     logits = tl.dot(query_2, keys_2, logits, input_precision=PRECISION)
-    logits = tl.where(seen, logits, NOTHING)
+    logits = tl.where(seen, logits * scaling, NOTHING)
     higher = tl.maximum(highest, tl.max(logits, 1))
     weights = tl.where(seen, tl.exp2(logits - higher[:, None]), 0.0)
     sums = tl.sum(tl.reshape(weights, [ROWS, UNITS, UNIT]), 2)
@@ -120,8 +108,8 @@ def attend_split(
     query += lane * query_lane + head * query_head
     query += (row // queries * query_group + row % queries * query_token)[:, None]
     asked = (row < rows)[:, None] & paired[None, :]
-    query_1 = tl.load(query + first[None, :], mask=asked, other=0.0).to(tl.float32) * scaling
-    query_2 = tl.load(query + second[None, :], mask=asked, other=0.0).to(tl.float32) * scaling
+    query_1 = tl.load(query + first[None, :], mask=asked, other=0.0).to(tl.float32)
+    query_2 = tl.load(query + second[None, :], mask=asked, other=0.0).to(tl.float32)
 
     highest = tl.full([ROWS], NOTHING, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -159,7 +147,7 @@ def attend_split(
                 keys_1, keys_2 = turned(keys_1, keys_2, cos, sin, position + place, seen, pair, TURNING)
             own = (row < rows)[:, None] & (at + unit < code_units)[None, :]
             weights, highest, total, mean = add_tile(
-                query_1, query_2, keys_1, keys_2, seen[None, :], unit_sums + full_units + at, own,
+                scaling, query_1, query_2, keys_1, keys_2, seen[None, :], unit_sums + full_units + at, own,
                 highest, total, mean, ROWS, UNITS, UNIT, PRECISION,
             )  # fmt: skip
             values = code_values(
@@ -180,7 +168,7 @@ def attend_split(
             keys_2 = tl.load(full_keys + line[None, :] + second[:, None], mask=mask, other=0.0).to(tl.float32)
             own = (row < rows)[:, None] & (at + unit < full_units)[None, :]
             weights, highest, total, mean = add_tile(
-                query_1, query_2, keys_1, keys_2, seen[None, :], unit_sums + at, own,
+                scaling, query_1, query_2, keys_1, keys_2, seen[None, :], unit_sums + at, own,
                 highest, total, mean, ROWS, UNITS, UNIT, PRECISION,
             )  # fmt: skip
             mask = seen[:, None] & (channel < DIM)[None, :]
@@ -211,7 +199,7 @@ def attend_split(
             seen = exists[None, :] & (index[None, :] <= last[:, None])
             own = (row < rows)[:, None] & (at + unit < local_units)[None, :]
             weights, highest, total, mean = add_tile(
-                query_1, query_2, keys_1, keys_2, seen, unit_sums + full_units + code_units + at, own,
+                scaling, query_1, query_2, keys_1, keys_2, seen, unit_sums + full_units + code_units + at, own,
                 highest, total, mean, ROWS, UNITS, UNIT, PRECISION,
             )  # fmt: skip
             next_line = (index - stored) * new_values_token
