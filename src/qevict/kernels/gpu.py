@@ -102,7 +102,7 @@ def attend(
             **prepared.values, num_warps=4, num_stages=1,
         )  # fmt: skip
         launch(
-            combine, (lanes, heads * rows + steps * -(-columns // _COLUMNS), 1),
+            combine, (heads * rows + steps * -(-columns // _COLUMNS), lanes, 1),
             means=means, sums=sums, unit_sums=unit_sums, turn_back=means if turn_back is None else turn_back,
             output=output, mass=mass, queries=queries, code_splits=splits[0], splits=sum(splits), windows=full + codes,
             columns=columns, sink_units=sink_units, units=sum(units),
@@ -120,13 +120,17 @@ def launch(kernel: Any, grid: tuple[int, int, int], **values: Any) -> None:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed; says so once if not."""
+    """Whether there is a Triton that can compile the kernel (3.2 ends the process); says so once if not."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
-        _log.warning("Triton is not installed: attention over compressed caches takes plain PyTorch, which is slow")
-        return False
-    return True
+        found = "none"
+    else:
+        found = triton.__version__
+        if tuple(map(int, found.split(".")[:2])) >= (3, 3):
+            return True
+    _log.warning("the GPU kernel needs Triton 3.3 or newer, found %s: plain PyTorch attends, which is slow", found)
+    return False
 
 
 @functools.cache

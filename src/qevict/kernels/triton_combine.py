@@ -97,7 +97,7 @@ def combine(
     UNITS_PER_WINDOW: tl.constexpr, APART: tl.constexpr, TURNED: tl.constexpr,
     SPLITS: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Put the splits together; programs are `[lanes, heads * rows + steps * blocks of columns]`.
+    """Put the splits together; programs are `[heads * rows + steps * blocks of columns, lanes]`.
 
     Args:
         turn_back: `[dim, dim]` what the values of code windows are multiplied with.
@@ -106,7 +106,7 @@ def combine(
         windows: of history; behind the units of these windows are those of the sinks, then those of local windows.
         since: the first query that counts.
     """
-    lane, job = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    job, lane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = GROUP * queries
     if job < HEADS * rows:
         head = lane * HEADS + job // rows
