@@ -10,6 +10,9 @@ from jaxtyping import install_import_hook
 # Before anything imports qevict: every annotated shape and type of the package is checked in the whole run.
 install_import_hook("qevict", "beartype.beartype")
 
+# Before anything imports Triton: no test has a GPU, so the GPU kernel runs in Triton's interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402

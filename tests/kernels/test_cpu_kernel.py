@@ -6,67 +6,23 @@ import os
 import signal
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import agreement
 import pytest
 import torch
+from agreement import ROPES, SIZES, swapped, unknown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core import caching
-from torch import Tensor
 from views import SCALING, make_view, random_query
 
-from qevict.codecs import AllottedCodec, KiviCodec, MinMaxCodec, TurboQuantCodec
+from qevict.codecs import AllottedCodec
 from qevict.kernels import attend, cpu, reference
 from qevict.kernels.compiled import kept
-from qevict.kernels.reference import Attended, TierView
-from qevict.rope import Rope
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROPES = {
-    "half": lambda dim: Rope(0.7 ** torch.arange(dim // 2)),
-    "interleaved": lambda dim: Rope(0.7 ** torch.arange(dim // 2), layout="interleaved"),
-    "partial": lambda dim: Rope(0.7 ** torch.arange(dim // 4 + 1), scaling=1.3, dtype=torch.bfloat16),
-    "partial interleaved": lambda dim: Rope(0.7 ** torch.arange(dim // 4 + 1), layout="interleaved"),
-    "none": lambda _: Rope.identity(),
-}
-CODECS = st.builds(MinMaxCodec, *[st.sampled_from([2, 3, 4, 8])] * 2) | st.builds(
-    KiviCodec, *[st.sampled_from([2, 3, 4, 8])] * 2, st.sampled_from([8, 32, 64])
-)
-
-
-def by_kernel(query: Tensor, view: TierView, count_last: int | None = None) -> Attended:
-    attended = cpu.attend(query, view, SCALING, count_last)
-    assert attended is not None, "the kernel left it to the reference"
-    return attended
-
-
-def distance(given: Tensor, expected: Tensor) -> float:
-    return float((given.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
-
-
-SIZES = {
-    "lanes": st.integers(1, 3),
-    "heads": st.integers(1, 3),
-    "dim": st.sampled_from([8, 64, 80, 96, 128, 256]),
-    "window": st.sampled_from([1, 4, 7, 8, 16, 24, 32, 40, 48, 61, 64, 100]),
-    "full": st.integers(0, 4),
-    "codes": st.integers(0, 4) | st.sampled_from([9, 40]),
-    "stored": st.integers(0, 40),
-    "holes": st.booleans(),
-    "dtype": st.sampled_from(DTYPES),
-    "store": st.sampled_from(DTYPES),
-    "codec": CODECS,
-    "seed": st.integers(0, 2**31),
-}
-
-
-def check(query: Tensor, view: TierView, count_last: int | None = None) -> None:
-    given, expected = by_kernel(query, view, count_last), reference.attend(query, view, SCALING, count_last)
-    assert given.output.dtype == query.dtype
-    assert given.output.shape == query.shape
-    assert distance(given.output, expected.output) < (1e-4 if query.dtype == torch.float32 else 2e-2)
-    torch.testing.assert_close(given.mass, expected.mass, rtol=1e-3, atol=1e-5)
+by_kernel, check = partial(agreement.by_kernel, cpu.attend), partial(agreement.check, cpu.attend)
 
 
 @settings(max_examples=120)
@@ -119,22 +75,9 @@ def test_a_step_sees_what_its_history_holds_at_that_time() -> None:
 
 
 def test_tensors_may_be_cut_out_of_larger_ones() -> None:
-    """As models hand them over: heads and tokens swapped, storages with room behind."""
     view = make_view(dim=64, new=3)
     query = random_query(view, 2, 3)
-    expected = by_kernel(query, view)
-
-    def cut(x: Tensor) -> Tensor:
-        room = x.transpose(1, 2).repeat(1, 2, 1, 2)
-        return room.transpose(1, 2)[:, :, : x.shape[2], : x.shape[3]]
-
-    swapped = query.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
-    given = by_kernel(swapped, view._replace(new_keys=cut(view.new_keys), new_values=cut(view.new_values)))
-    assert torch.equal(given.output, expected.output)
-    padded = [torch.cat([t, torch.full_like(t, torch.nan)], dim=2) for t in (view.stored_keys, view.stored_values)]
-    stored = [t[:, :, : view.stored_keys.shape[2]] for t in padded]
-    given = by_kernel(query, view._replace(stored_keys=stored[0], stored_values=stored[1]))
-    assert torch.equal(given.output, expected.output)
+    assert torch.equal(by_kernel(*swapped(query, view)).output, by_kernel(query, view).output)
 
 
 @pytest.fixture
@@ -194,29 +137,11 @@ def test_where_no_compiled_code_can_be_kept_it_is_compiled_all_the_same(monkeypa
     assert kept(next_number)(1) == 2
 
 
-def unknown(what: str) -> tuple[Tensor, TierView]:
-    """A query and a view that the kernel has to leave alone."""
-    sizes: dict[str, Any] = {
-        "codec": {"codec": TurboQuantCodec()},
-        "many levels": {"codec": AllottedCodec(3, 5), "window": 8},
-        "value groups": {"codec": KiviCodec(channels=12), "dim": 24},
-        "head size": {"dim": 20},
-        "dtype": {"dtype": torch.float64},
-        "storage": {"store": torch.float64},
-        "text": {"new": cpu.MOST_QUERIES + 1},
-    }
-    view = make_view(**sizes.get(what, {}))
-    query = random_query(view, 2, view.new_keys.shape[2])
-    if what == "strides":
-        query = query.mT.contiguous().mT
-    return query.requires_grad_(what == "gradient"), view
-
-
 @pytest.mark.parametrize(
     "what", ["codec", "many levels", "value groups", "head size", "dtype", "storage", "text", "strides", "gradient"]
 )
 def test_what_the_kernel_does_not_know_is_attended_by_the_reference(what: str) -> None:
-    query, view = unknown(what)
+    query, view = unknown(what, cpu.MOST_QUERIES)
     assert cpu.attend(query, view, SCALING) is None
     given, expected = attend(query, view, SCALING), reference.attend(query, view, SCALING)
     assert torch.equal(given.output, expected.output)

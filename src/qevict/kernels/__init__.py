@@ -15,7 +15,13 @@ def attend(
     query: Float[Tensor, "lanes heads group queries dim"], view: TierView, scaling: float, count_last: int | None = None
 ) -> Attended:
     """`reference.attend`, by the fastest kernel that knows the tiers."""
-    from qevict.kernels import cpu  # Numba takes a while to import, and whoever only plans a cache needs none
+    # Kernels are imported when they are needed: Numba takes a while, and whoever only plans a cache needs none.
+    if query.device.type == "cuda":
+        from qevict.kernels import gpu
 
-    attended = cpu.attend(query, view, scaling, count_last)
+        attended = gpu.attend(query, view, scaling, count_last)
+    else:
+        from qevict.kernels import cpu
+
+        attended = cpu.attend(query, view, scaling, count_last)
     return reference.attend(query, view, scaling, count_last) if attended is None else attended

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qevict.codecs import MinMaxCodec, WindowShape
 from qevict.kernels.compiled import CALL, PAST, attend_items, combine, make_rooms, rounded
+from qevict.kernels.decode import LEVEL_BITS, VALUE_BITS
 from qevict.kernels.formats import CodeFormat, format_of
 from qevict.kernels.pool import Pool
 from qevict.kernels.reference import Attended, History, TierView
@@ -48,7 +49,8 @@ class Prepared(NamedTuple):
     positions: NDArray[np.int64]
     layout: NDArray[np.int64]
     groups: NDArray[np.int64]
-    described: CodeFormat
+    parameters: tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]
+    turn_back: Tensor | None
     windows_per_item: int
     tile_row: int
     items: int
@@ -105,7 +107,7 @@ def attend(
         )
 
     columns = history.full_keys.shape[1] + history.packed.shape[1] + local_windows
-    output, turn_back = np.zeros((lanes, heads, rows, dim), np.float32), prepared.described.turn_back
+    output, turn_back = np.zeros((lanes, heads, rows, dim), np.float32), prepared.turn_back
     decoded = output if turn_back is None else np.zeros_like(output)
     mass = np.zeros((lanes, queries if count_last is None else 1, columns), np.float32)
     with _told():
@@ -156,9 +158,11 @@ def _prepare(history: History) -> Prepared | None:
     full, packed, rope = history.full_keys, history.packed, history.rope
     _, _, heads, window, dim = full.shape
     described = format_of(history.codec or MinMaxCodec(), WindowShape(heads, window, dim))
-    if described is None or full.dtype not in _DTYPES:
+    if described is None or full.dtype not in _DTYPES or not _readable(described, window):
         _prepared[history] = None
         return None
+    ranges = None if described.key_ranges is None else described.key_ranges.numpy()
+    levels = None if described.levels is None else _sixteen(described.levels)
     unit = min(TILE, -(-window // BLOCK) * BLOCK)
     units_per_window = -(-window // TILE)
     most = max(1, _ITEM_TOKENS // TILE * (TILE // unit) // units_per_window)
@@ -173,9 +177,9 @@ def _prepare(history: History) -> Prepared | None:
         *(packed.shape[1], full.shape[1], full.data_ptr(), history.full_values.data_ptr()),
         *(full.itemsize * lane, full.itemsize * slot, full.itemsize * head, _DTYPES[full.dtype]),
         *(cos.data_ptr(), sin.data_ptr(), 4 * cos.shape[1], rope.rotary_dim // 2),
-        *(described.key_scale, described.key_offset, _address(described.key_ranges)),
+        *(described.key_scale, described.key_offset, _address(ranges)),
         *(described.value_codes, described.value_bits, described.value_scale, described.value_offset),
-        _address(described.levels),
+        _address(levels),
     )
     sizes = np.array(described.value_groups)
     prepared = Prepared(
@@ -185,7 +189,8 @@ def _prepare(history: History) -> Prepared | None:
         positions.numpy(),
         _layout(described, rope),
         np.stack([sizes.cumsum() - sizes, sizes], axis=1),
-        described,
+        (ranges, levels),
+        described.turn_back,
         most,
         -(-most * units_per_window // (TILE // unit)) * TILE,
         code_items + full_items,
@@ -195,13 +200,29 @@ def _prepare(history: History) -> Prepared | None:
     return prepared
 
 
+def _readable(described: CodeFormat, window: int) -> bool:
+    """Whether the kernel has what decodes such windows.
+
+    It reads up to 63 bytes behind a row of keys, and 3 behind the values: all formats have something there.
+    """
+    widths = VALUE_BITS if described.levels is None else LEVEL_BITS
+    whole_vectors = all(size % BLOCK == 0 for size in described.value_groups)
+    return described.value_bits in widths and whole_vectors and described.row_tokens == window
+
+
+def _sixteen(levels: Tensor) -> NDArray[np.float32]:
+    """Rows of 16, as the kernel finds them."""
+    return np.ascontiguousarray(torch.nn.functional.pad(levels, (0, 16 - levels.shape[1])).numpy())
+
+
 def _layout(described: CodeFormat, rope: Rope) -> NDArray[np.int64]:
     """`[lanes or 1, heads, dim, 4]` channel, offset, bits and pair of keys in the order in which they are decoded.
 
     Channels that turn together are four places apart: four first ones, then the four second ones. Pairs with the same
     bits are neighbours, as they are decoded together; those that do not turn come last.
     """
-    bits = described.key_bits
+    key_rows, key_bits = described.key_rows.numpy(), described.key_bits
+    bits = np.full(key_rows.shape, key_bits) if isinstance(key_bits, int) else key_bits.numpy()
     *lanes, dim = bits.shape
     if rope.layout == "interleaved":
         pairs = np.arange(dim).reshape(-1, 2)
@@ -212,7 +233,7 @@ def _layout(described: CodeFormat, rope: Rope) -> NDArray[np.int64]:
     pair = np.lexsort((bits[..., pairs[:, 1]], bits[..., pairs[:, 0]], np.broadcast_to(still, (*lanes, dim // 2))))
     channel = pairs[pair].reshape(*lanes, -1, 4, 2).swapaxes(-1, -2).reshape(bits.shape)
     pair = np.repeat(pair.reshape(*lanes, -1, 1, 4), 2, axis=-2).reshape(bits.shape)
-    rows, widths = (np.take_along_axis(part, channel, axis=-1) for part in (described.key_rows, bits))
+    rows, widths = (np.take_along_axis(part, channel, axis=-1) for part in (key_rows, bits))
     return np.ascontiguousarray(np.stack([channel, rows, widths, pair], axis=-1))
 
 

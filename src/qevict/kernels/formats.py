@@ -1,4 +1,4 @@
-"""How the CPU kernel reads a codec's windows: where rows of codes lie, with how many bits, and where their parameters.
+"""How kernels read a codec's windows: where rows of codes lie, with how many bits, and where their parameters.
 
 A codec takes part by a function in `_FORMATS`. Without one it is decoded by itself, and attended by the reference.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from qevict.codecs import Codec, KiviCodec, MinMaxCodec, WindowShape
 from qevict.codecs.allotted import Allotted
 from qevict.codecs.turboquant import block_sizes, lloyd_max_levels, turn_back
-from qevict.kernels.decode import LEVEL_BITS, VALUE_BITS
 
 
 class CodeFormat(NamedTuple):
@@ -25,23 +22,26 @@ class CodeFormat(NamedTuple):
     A key is `code * scale + offset`. So is a value, or it is `levels[code] * scale`, and then the output of these
     windows is still to be multiplied with `turn_back`.
 
+    Tensors are where the codec's are, or on the CPU.
+
     Attributes:
         key_rows: `[1, heads, dim]` where the packed row of each channel is, `[lanes, heads, dim]` where lanes differ.
-            Up to 63 bytes behind a row may be read, so the keys must not be the last of a window; behind the values 3.
-        key_bits: of the same shape, bits of its codes, 0 to 8.
+        key_bits: bits of the codes of all channels, or of the same shape, 0 to 8.
+        row_tokens: tokens that a row of keys has room for; at least those of a window.
         value_codes: where the packed rows are, `[heads, tokens]`.
-        value_bits: bits of their codes: one of `VALUE_BITS`, or of `LEVEL_BITS`.
+        value_bits: bits of their codes.
         value_scale: where the float16 `[heads, tokens, groups]` are.
-        value_groups: how many channels share a scale; multiples of 8.
+        value_groups: how many channels share a scale.
         value_offset: where the offsets are, as the scales; -1 if there are none.
         key_scale, key_offset: where the float16 `[heads, dim]` are.
         key_ranges: `[lanes, heads, 2, dim]` scales and offsets, where they are a lane's and not a window's.
-        levels: `[groups, 16]`, of which the first 2**value_bits count.
+        levels: `[groups, 2**value_bits]`.
         turn_back: `[dim, dim]`.
     """
 
-    key_rows: NDArray[np.int64]
-    key_bits: NDArray[np.int64]
+    key_rows: Tensor
+    key_bits: int | Tensor
+    row_tokens: int
     value_codes: int
     value_bits: int
     value_scale: int
@@ -49,21 +49,15 @@ class CodeFormat(NamedTuple):
     value_offset: int = -1
     key_scale: int = 0
     key_offset: int = 0
-    key_ranges: NDArray[np.float32] | None = None
-    levels: NDArray[np.float32] | None = None
+    key_ranges: Tensor | None = None
+    levels: Tensor | None = None
     turn_back: Tensor | None = None
 
 
 def format_of(codec: Codec, shape: WindowShape) -> CodeFormat | None:
-    """How windows of that shape are read; None if the kernel does not know the codec, or not for that shape."""
+    """How windows of that shape are read; None if no kernel knows the codec."""
     describe = _FORMATS.get(type(codec))
-    if describe is None:
-        return None
-    described = describe(codec, shape)
-    widths = VALUE_BITS if described.levels is None else LEVEL_BITS
-    known = described.value_bits in widths and all(size % 8 == 0 for size in described.value_groups)
-    whole = described.key_ranges is None or shape.tokens % 8 == 0  # rows that are rounded up lie otherwise
-    return described if known and whole else None
+    return None if describe is None else describe(codec, shape)
 
 
 def _minmax(codec: Any, shape: WindowShape) -> CodeFormat:
@@ -81,8 +75,9 @@ def _ranges(codec: Any, shape: WindowShape, group: int) -> CodeFormat:
     heads, dim, row = codes.shape
     whole, rest = divmod(dim, group)
     return CodeFormat(
-        key_rows=codes.offset + row * np.arange(heads * dim).reshape(1, heads, dim),
-        key_bits=np.full((1, heads, dim), codec.key_bits),
+        key_rows=codes.offset + row * torch.arange(heads * dim).view(1, heads, dim),
+        key_bits=codec.key_bits,
+        row_tokens=shape.tokens,
         key_scale=sections["key_scale"].offset,
         key_offset=sections["key_offset"].offset,
         value_codes=sections["value_codes"].offset,
@@ -97,20 +92,19 @@ def _allotted(codec: Any, shape: WindowShape) -> CodeFormat:
     """Ranges and bits of key channels by lane, values rotated. (That decoded values are clamped has no effect here.)"""
     sections = {section.name: section for section in codec.layout(shape).sections}
     sizes, bits = block_sizes(shape.head_dim), codec.settings.value_bits
-    levels = np.zeros((len(sizes), 16), np.float32)
-    if bits in LEVEL_BITS:
-        levels[:, : 1 << bits] = [lloyd_max_levels(size, bits) for size in sizes]
-    rows = codec.row_starts.numpy().reshape(codec.bits.shape) * (shape.tokens // 8)
+    octets = -(-shape.tokens // 8)
+    rows = codec.row_starts.view(codec.bits.shape) * octets
     blocks = [turn_back(size, codec.settings.values.seed, codec.bits.device) for size in sizes]
     return CodeFormat(
         key_rows=sections["key_codes"].offset + rows,
-        key_bits=codec.bits.long().numpy(),
+        key_bits=codec.bits.long(),
+        row_tokens=8 * octets,
         value_codes=sections["value_codes"].offset,
         value_bits=bits,
         value_scale=sections["value_scale"].offset,
         value_groups=tuple(sizes),
-        key_ranges=torch.stack([codec.step, codec.offset], dim=2).float().numpy(),
-        levels=levels,
+        key_ranges=torch.stack([codec.step, codec.offset], dim=2).float(),
+        levels=torch.tensor([lloyd_max_levels(size, bits) for size in sizes]),
         turn_back=torch.block_diag(*blocks),
     )
 
