@@ -19,10 +19,10 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qevict.codecs import MinMaxCodec, WindowShape
+from qevict.codecs import Codec, MinMaxCodec, WindowShape
 from qevict.kernels.compiled import CALL, PAST, attend_items, combine, make_rooms, rounded
 from qevict.kernels.decode import LEVEL_BITS, VALUE_BITS
-from qevict.kernels.formats import CodeFormat, format_of
+from qevict.kernels.formats import CodeFormat, format_of, is_known
 from qevict.kernels.pool import Pool
 from qevict.kernels.reference import Attended, History, TierView
 from qevict.kernels.simd import BFLOAT16, FLOAT16, FLOAT32
@@ -40,6 +40,22 @@ _log = logging.getLogger("qevict")
 _pool = Pool()
 
 
+class Reading(NamedTuple):
+    """How the kernel reads a codec's windows of one shape: `CodeFormat` as it finds it in memory.
+
+    Attributes:
+        layout: see `_layout`.
+        groups: `[groups, 2]` first channels and sizes of the groups of a token's value.
+        key_ranges, levels: see `CodeFormat`; levels in rows of 16.
+    """
+
+    described: CodeFormat
+    layout: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    key_ranges: NDArray[np.float32] | None
+    levels: NDArray[np.float32] | None
+
+
 class Prepared(NamedTuple):
     """What the kernel needs to know of a history; the history keeps the memory alive."""
 
@@ -47,10 +63,7 @@ class Prepared(NamedTuple):
     code_slots: NDArray[np.int64]
     full_slots: NDArray[np.int64]
     positions: NDArray[np.int64]
-    layout: NDArray[np.int64]
-    groups: NDArray[np.int64]
-    parameters: tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]
-    turn_back: Tensor | None
+    reading: Reading
     windows_per_item: int
     tile_row: int
     items: int
@@ -58,6 +71,8 @@ class Prepared(NamedTuple):
 
 
 _prepared: WeakKeyDictionary[History, Prepared | None] = WeakKeyDictionary()
+_readings: WeakKeyDictionary[Codec, dict[tuple[WindowShape, str, int], Reading | None]] = WeakKeyDictionary()
+_no_codec = MinMaxCodec()
 
 
 def attend(
@@ -92,12 +107,12 @@ def attend(
     row = max(exact, prepared.tile_row)
 
     def attend_share(first: int, last: int) -> None:
-        size = _room(heads, rows, row, dim, window, len(prepared.groups))
+        size = _room(heads, rows, row, dim, window, len(prepared.reading.groups))
         attend_items(
             *tables,
             prepared.positions,
-            prepared.layout,
-            prepared.groups,
+            prepared.reading.layout,
+            prepared.reading.groups,
             np.empty(size, np.uint8),
             row,
             np.empty((2 + 2 * heads, exact), np.int64),
@@ -107,7 +122,7 @@ def attend(
         )
 
     columns = history.full_keys.shape[1] + history.packed.shape[1] + local_windows
-    output, turn_back = np.zeros((lanes, heads, rows, dim), np.float32), prepared.turn_back
+    output, turn_back = np.zeros((lanes, heads, rows, dim), np.float32), prepared.reading.described.turn_back
     decoded = output if turn_back is None else np.zeros_like(output)
     mass = np.zeros((lanes, queries if count_last is None else 1, columns), np.float32)
     with _told():
@@ -157,12 +172,12 @@ def _call(query: Tensor, view: TierView, scaling: float, count_last: int | None,
 def _prepare(history: History) -> Prepared | None:
     full, packed, rope = history.full_keys, history.packed, history.rope
     _, _, heads, window, dim = full.shape
-    described = format_of(history.codec or MinMaxCodec(), WindowShape(heads, window, dim))
-    if described is None or full.dtype not in _DTYPES or not _readable(described, window):
+    codec = history.codec or _no_codec
+    reading = _reading(codec, WindowShape(heads, window, dim), rope) if is_known(codec) else None
+    if reading is None or full.dtype not in _DTYPES:
         _prepared[history] = None
         return None
-    ranges = None if described.key_ranges is None else described.key_ranges.numpy()
-    levels = None if described.levels is None else _sixteen(described.levels)
+    described = reading.described
     unit = min(TILE, -(-window // BLOCK) * BLOCK)
     units_per_window = -(-window // TILE)
     most = max(1, _ITEM_TOKENS // TILE * (TILE // unit) // units_per_window)
@@ -177,20 +192,16 @@ def _prepare(history: History) -> Prepared | None:
         *(packed.shape[1], full.shape[1], full.data_ptr(), history.full_values.data_ptr()),
         *(full.itemsize * lane, full.itemsize * slot, full.itemsize * head, _DTYPES[full.dtype]),
         *(cos.data_ptr(), sin.data_ptr(), 4 * cos.shape[1], rope.rotary_dim // 2),
-        *(described.key_scale, described.key_offset, _address(ranges)),
+        *(described.key_scale, described.key_offset, _address(reading.key_ranges)),
         *(described.value_codes, described.value_bits, described.value_scale, described.value_offset),
-        _address(levels),
+        _address(reading.levels),
     )
-    sizes = np.array(described.value_groups)
     prepared = Prepared(
         np.array([fields], PAST),
         code_slots.numpy(),
         full_slots.numpy(),
         positions.numpy(),
-        _layout(described, rope),
-        np.stack([sizes.cumsum() - sizes, sizes], axis=1),
-        (ranges, levels),
-        described.turn_back,
+        reading,
         most,
         -(-most * units_per_window // (TILE // unit)) * TILE,
         code_items + full_items,
@@ -198,6 +209,24 @@ def _prepare(history: History) -> Prepared | None:
     )
     _prepared[history] = prepared
     return prepared
+
+
+def _reading(codec: Codec, shape: WindowShape, rope: Rope) -> Reading | None:
+    """How windows of the codec are read; None if the kernel cannot. Made once, as it is the same at every event."""
+    readings, key = _readings.setdefault(codec, {}), (shape, rope.layout, rope.rotary_dim)
+    if key not in readings:
+        described = format_of(codec, shape)
+        readings[key] = None
+        if described is not None and _readable(described, shape.tokens):
+            sizes = np.array(described.value_groups)
+            readings[key] = Reading(
+                described,
+                _layout(described, rope),
+                np.stack([sizes.cumsum() - sizes, sizes], axis=1),
+                None if described.key_ranges is None else described.key_ranges.numpy(),
+                None if described.levels is None else _sixteen(described.levels),
+            )
+    return readings[key]
 
 
 def _readable(described: CodeFormat, window: int) -> bool:

@@ -54,6 +54,11 @@ class CodeFormat(NamedTuple):
     turn_back: Tensor | None = None
 
 
+def is_known(codec: Codec) -> bool:
+    """Whether there is a format for such codecs, be it for some shapes only."""
+    return type(codec) in _FORMATS
+
+
 def format_of(codec: Codec, shape: WindowShape) -> CodeFormat | None:
     """How windows of that shape are read; None if no kernel knows the codec."""
     describe = _FORMATS.get(type(codec))
