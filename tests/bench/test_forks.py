@@ -26,13 +26,13 @@ def alone(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
     return forward(model, cache, tokens[None])[0]
 
 
-def agree(model: Any, members: list[Any], forwards: list[torch.Tensor]) -> None:
+def agree(model: Any, members: list[Any], forwards: list[torch.Tensor], tolerance: float = 1e-4) -> None:
     """Decode the members together and apart, and compare after every forward."""
     apart = copies(members)
     for tokens in forwards:
         together = fork_forward(model, members, tokens, last_only=False)
         for row, cache in enumerate(apart):
-            torch.testing.assert_close(together[row], alone(model, cache, tokens[row]), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(together[row], alone(model, cache, tokens[row]), rtol=tolerance, atol=tolerance)
             assert members[row].memory() == cache.memory()
             assert members[row].get_seq_length() == cache.get_seq_length()
 
@@ -64,7 +64,8 @@ def test_eager_attention_and_sixteen_bit_storage(llama: Any) -> None:
     model = endless("llama")
     model.set_attn_implementation("eager")
     members = [filled(model, name, 70, torch.bfloat16) for name in ("full", "qevict", "snapkv")]
-    agree(model, members, [prompt(3, 3), prompt(1, 3)])
+    # Keys of a batch and of a row alone differ in their last bits, and a few then round to another bfloat16.
+    agree(model, members, [prompt(3, 3), prompt(1, 3)], tolerance=5e-3)
 
 
 def test_transformers_quantized_cache() -> None:

@@ -17,7 +17,7 @@ from tiny import VOCAB, tiny_model
 ROOMY = Budget(tokens=4096)
 """Everything fits, so nothing is quantized, but all of it goes through the tiers."""
 
-TIGHT = QEvictConfig(budget=Budget(tokens=24), window_size=4, sink_tokens=2, recent_tokens=6)
+TIGHT = QEvictConfig(budget=Budget(tokens=24), window_size=4, sink_tokens=2, recent_tokens=6, codec="allotted:3+3")
 """For tiny models: about 60 tokens fill all three tiers."""
 
 
