@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 from typing import Any
 
 from jaxtyping import install_import_hook
@@ -37,3 +39,23 @@ def smollm2() -> tuple[Any, Any]:
         return models.load("smollm2-135m", dtype=torch.float32)
     except models.ModelNotFoundError as error:
         pytest.skip(f"the default model cannot be had here: {error}")
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be reached."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's local cache, empty."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    return cache

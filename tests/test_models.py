@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,21 +33,6 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(gguf_file: Path) -> Path:
     convert_gguf(gguf_file, gguf_file.parent / "model")
     return gguf_file.parent / "model"
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError("no network in this test")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
-@pytest.fixture
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.contract

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def one(folder: Path, tokenizer: Any, dataset: str, length: int | None = None) -> Sample:
+def one(folder: Path | None, tokenizer: Any, dataset: str, length: int | None = None) -> Sample:
     (task,) = find_tasks(f"longbench/{dataset}", folder)
     (sample,) = task.samples(tokenizer, 5, length=length, seed=0)
     return sample
@@ -130,6 +131,29 @@ def test_ids(folder: Path, tokenizer: Any) -> None:
 def test_a_missing_data_set_is_named(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataNotFoundError, match=r"longbench/qasper.jsonl.*huggingface.co/datasets/THUDM/LongBench"):
         one(tmp_path, tokenizer, "qasper")
+
+
+def test_without_a_folder_data_comes_from_the_hub_s_cache(
+    folder: Path, tokenizer: Any, hub_cache: Path, no_network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QEVICT_DATA", raising=False)
+    repository = hub_cache / "datasets--THUDM--LongBench"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    with zipfile.ZipFile(repository / "snapshots" / ("0" * 40) / "data.zip", "w") as archive:
+        archive.write(folder / "longbench" / "qasper.jsonl", "data/qasper.jsonl")
+    assert one(None, tokenizer, "qasper") == one(folder, tokenizer, "qasper")
+    with pytest.raises(DataNotFoundError, match="no data/trec.jsonl in data.zip of THUDM/LongBench"):
+        one(None, tokenizer, "trec")
+
+
+def test_without_a_folder_and_a_network_both_are_named(
+    tokenizer: Any, hub_cache: Path, no_network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QEVICT_DATA", raising=False)
+    with pytest.raises(DataNotFoundError, match=r"No data folder.*data\.zip of https://\S*/THUDM/LongBench.*cache"):
+        one(None, tokenizer, "qasper")
 
 
 @pytest.mark.parametrize("dataset", OFFICIAL)

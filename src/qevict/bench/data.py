@@ -1,13 +1,18 @@
-"""Where benchmark data lies, and how it is read. Nothing is downloaded."""
+"""Where benchmark data lies, and how it is read: from a folder, or from the Hugging Face Hub where it is there."""
 
 from __future__ import annotations
 
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
 VARIABLE = "QEVICT_DATA"
+_HUB_TIMEOUT = 5.0  # seconds
 
 
 class DataNotFoundError(ValueError):
@@ -43,6 +48,33 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return content if isinstance(content, list) else [content]
     with path.open(encoding="utf-8") as file:
         return [_parse(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()]
+
+
+def hub_rows(repository: str, archive: str, member: str) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file in a zip archive of a data set on the Hub, or in the Hub's local cache.
+
+    Raises:
+        DataNotFoundError: neither has it.
+    """
+    try:
+        path = hf_hub_download(repository, archive, repo_type="dataset", local_files_only=True)
+    except LocalEntryNotFoundError:
+        try:  # asked once, since a download is tried again and again where there is no network
+            HfApi().dataset_info(repository, timeout=_HUB_TIMEOUT)
+            path = hf_hub_download(repository, archive, repo_type="dataset")
+        except Exception as error:  # whatever the HTTP library of the day raises when it cannot connect
+            raise DataNotFoundError(
+                f"No data folder was given (nor {VARIABLE} set), {archive} of https://huggingface.co/datasets/{repository} is "
+                f"not in the Hub's local cache, and the Hub did not give it ({type(error).__name__}). Get it elsewhere, and "
+                "give the folder that it is unpacked in."
+            ) from error
+    try:
+        text = zipfile.ZipFile(path).read(member).decode("utf-8")
+    except KeyError:
+        raise DataNotFoundError(f"There is no {member} in {archive} of {repository}.") from None
+    return [
+        _parse(line, f"line {number} of {member}") for number, line in enumerate(text.split("\n"), 1) if line.strip()
+    ]
 
 
 def _parse(text: str, where: str) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qevict.bench import metrics
-from qevict.bench.data import find_file, read_rows
+from qevict.bench.data import find_file, hub_rows, read_rows
 from qevict.bench.sample import Sample, shuffled
 
 _SOURCE = "It is in the benchmark's data.zip: https://huggingface.co/datasets/THUDM/LongBench (folder data)."
@@ -34,7 +34,7 @@ _METRICS: dict[str, Callable[[str, str], float]] = {
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """One data set of LongBench, read from `longbench/<data set>.jsonl` in the data folder."""
+    """One data set of LongBench, read from `longbench/<data set>.jsonl` in the data folder; without one from the Hub."""
 
     name: str
     data: Path | None
@@ -49,8 +49,7 @@ class LongBenchTask:
         """
         dataset = self.name.rpartition("/")[2]
         settings = official_settings()[dataset]
-        file = find_file(self.data, (f"longbench/{dataset}.jsonl", f"{dataset}.jsonl"), _SOURCE)
-        for number, row in shuffled(list(enumerate(read_rows(file))), self.name, seed)[:count]:
+        for number, row in shuffled(list(enumerate(self._rows(dataset))), self.name, seed)[:count]:
             context = settings["context"].format(**row)
             question = settings["question"].format(**row)
             if length is not None:
@@ -69,6 +68,11 @@ class LongBenchTask:
                 chat=not few_shot,
                 stop=("\n",) if few_shot else (),
             )
+
+    def _rows(self, dataset: str) -> list[dict[str, Any]]:
+        if self.data is None:
+            return hub_rows("THUDM/LongBench", "data.zip", f"data/{dataset}.jsonl")
+        return read_rows(find_file(self.data, (f"longbench/{dataset}.jsonl", f"{dataset}.jsonl"), _SOURCE))
 
     def score(self, prediction: str, sample: Sample) -> float:
         return score(self.name.rpartition("/")[2], prediction, sample)
