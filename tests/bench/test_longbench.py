@@ -144,7 +144,7 @@ def test_without_a_folder_data_comes_from_the_hub_s_cache(
     with zipfile.ZipFile(repository / "snapshots" / ("0" * 40) / "data.zip", "w") as archive:
         archive.write(folder / "longbench" / "qasper.jsonl", "data/qasper.jsonl")
     assert one(None, tokenizer, "qasper") == one(folder, tokenizer, "qasper")
-    with pytest.raises(DataNotFoundError, match="no data/trec.jsonl in data.zip of THUDM/LongBench"):
+    with pytest.raises(DataNotFoundError, match=r"no data/trec\.jsonl in data\.zip of THUDM/LongBench"):
         one(None, tokenizer, "trec")
 
 

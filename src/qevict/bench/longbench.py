@@ -34,7 +34,7 @@ _METRICS: dict[str, Callable[[str, str], float]] = {
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """One data set of LongBench, read from `longbench/<data set>.jsonl` in the data folder; without one from the Hub."""
+    """One data set of LongBench: `longbench/<data set>.jsonl` in the data folder, or without a folder the Hub's."""
 
     name: str
     data: Path | None
