@@ -65,8 +65,8 @@ def hub_rows(repository: str, archive: str, member: str) -> list[dict[str, Any]]
         except Exception as error:  # whatever the HTTP library of the day raises when it cannot connect
             raise DataNotFoundError(
                 f"No data folder was given (nor {VARIABLE} set), {archive} of "
-                f"https://huggingface.co/datasets/{repository} is not in the Hub's local cache, and the Hub did not give "
-                f"it ({type(error).__name__}). Get it elsewhere, and give the folder that it is unpacked in."
+                f"https://huggingface.co/datasets/{repository} is not in the Hub's local cache, and the Hub did not "
+                f"give it ({type(error).__name__}). Get it elsewhere, and give the folder that it is unpacked in."
             ) from error
     try:
         text = zipfile.ZipFile(path).read(member).decode("utf-8")
