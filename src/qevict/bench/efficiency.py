@@ -109,17 +109,17 @@ def measure(
             first[one.label].append(_time_to_first_token(model, ids, one, new_tokens, store_dtype))
     watch(f"decoding after {ids.shape[1]} tokens")
     trace = PrefillTrace.capture(model, ids)
-    announced = WARM_STEPS + new_tokens
-    caches = {one.label: trace.fill(one.cache(model, ids.shape[1], announced, store_dtype)) for one in candidates}
+    count = WARM_STEPS + new_tokens - 1
+    caches = {one.label: trace.fill(one.cache(model, ids.shape[1], count + 1, store_dtype)) for one in candidates}
     del trace
     steps: dict[str, list[float]] = {label: [] for label in caches}
     routing: dict[str, Counter[str]] = {label: Counter() for label in caches}
     token, labels = ids[:, -1:], list(caches)
-    for number in range(WARM_STEPS + new_tokens - 1):
+    for number in range(count):
         for label in labels[number % len(labels) :] + labels[: number % len(labels)]:
             with listening() as parts:
                 steps[label].append(_timed(partial(_step, model, token, caches[label])))
-            routing[label].update({name: seconds / announced for name, seconds in parts.items()})
+            routing[label].update({name: seconds / count for name, seconds in parts.items()})
     return {label: Speed(first[label], steps[label][WARM_STEPS:], dict(routing[label])) for label in caches}
 
 

@@ -70,4 +70,5 @@ def worked_examples() -> str:
 
 
 def gsm8k_tasks(data: Path | None) -> list[Gsm8kTask]:
+    """With eight worked examples before the question, and with none."""
     return [Gsm8kTask("gsm8k", data), Gsm8kTask("gsm8k-zero-shot", data, few_shot=False)]
