@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from qevict.allocator import WORTH, give_back
 from qevict.attention import AttentionCall, KVHandle, LazyMask
 from qevict.budget import MemoryReport
 from qevict.forward import Forward
@@ -223,6 +224,8 @@ class ManagedLayer(CacheLayerMixin):
                 self._advance(forward)
             else:
                 self.take_prefill(Prefill(module, query, handle.keys, handle.values, forward, call.scaling))
+                if query.device.type == "cpu" and handle.keys.nbytes >= WORTH:
+                    give_back()
         return output
 
     def take_prefill(self, prefill: Prefill) -> None:

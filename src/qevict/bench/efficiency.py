@@ -22,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from qevict.allocator import give_back
 from qevict.bench.best_full import BestFullCache
 from qevict.bench.study_tables import Sheet, row_label
 from qevict.compat import cache_argument
@@ -175,6 +176,7 @@ def peak_bytes(
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     else:
+        give_back()  # or what the warm-up freed would be used again unseen
         before = _reset_peak()
     _generate(model, ids, candidate.cache(model, ids.shape[1], new_tokens, store_dtype), new_tokens)
     return (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _status("VmHWM")) - before
