@@ -1,4 +1,4 @@
-"""A process that holds a small budget is smaller than one that holds full KV: what a layer's prompt took is given back."""
+"""A process with a small budget is smaller than one with full KV: what a layer's prompt took is given back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import json, sys, torch
 from tiny import tiny_model
 from qevict.bench.efficiency import Candidate, peak_bytes
 
-SIZES = {"hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+SIZES = {"hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8, "head_dim": 64}
 torch.set_num_threads(1)
 candidate = Candidate(sys.argv[1], 0.1)
-load = lambda: (tiny_model("llama", max_position_embeddings=4096, **SIZES), None)
+load = lambda: (tiny_model("llama", num_key_value_heads=8, max_position_embeddings=4096, **SIZES), None)
 print(json.dumps(peak_bytes(load, torch.randint(3, 60, (1, 2048)), candidate, 4, None)))
 """
 
