@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from qevict.report.load import FULL, Point, Section, model_name, percent
-from qevict.report.pictures import Picture, draw
+from qevict.report.pictures import Picture, draw, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ def _picture(sections: Sequence[Section], protocol: str) -> Picture | None:
             panel.set_title(name, loc="left", fontsize=8)
         _label_columns(axes[-1], lengths)
         figure.colorbar(colours, ax=axes, label="score, %", shrink=0.4, aspect=30)
-        figure.suptitle(f"{title}\ncolumns: depth in the text, length after length", fontsize=9)
+        figure.suptitle(f"{title}\ncolumns: depth in the text in %, length after length", fontsize=9)
 
     size = (2.6 + max(2.6, 0.45 * DEPTH_BINS * len(lengths)), 1.4 + sum(0.3 + 0.19 * len(rows) for _, rows in panels))
     return draw(f"needle-depths-{protocol}", f"{title}, by depth in the text and length of the text", size, onto)
@@ -103,7 +103,7 @@ def _draw(
                 panel.text(*at, f"{number:.0f}", ha="center", va="center", fontsize=6, color=colour)
     for border in range(1, len(lengths)):
         panel.axvline(border * DEPTH_BINS, color="white", linewidth=3)
-    panel.set_yticks([line + 0.5 for line in range(len(rows))], [row.method for row in rows], fontsize=7)
+    panel.set_yticks([line + 0.5 for line in range(len(rows))], [wrapped(row.method) for row in rows], fontsize=6)
     return colours
 
 
@@ -114,7 +114,7 @@ def _share(found: Found | None) -> float:
 def _label_columns(panel: Axes, lengths: Sequence[int]) -> None:
     """Depths below each column, and the length below the middle one of its depths."""
     step = 100 // DEPTH_BINS
-    labels = [f"{depth * step}–{(depth + 1) * step} %" for _ in lengths for depth in range(DEPTH_BINS)]
+    labels = [f"{depth * step}–{(depth + 1) * step}" for _ in lengths for depth in range(DEPTH_BINS)]
     for place, length in enumerate(lengths):
         labels[place * DEPTH_BINS + DEPTH_BINS // 2] += f"\n{length:,} tokens"
     panel.set_xticks([column + 0.5 for column in range(len(labels))], labels, fontsize=6)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qevict.report.families import TaskName
 from qevict.report.floor import Selection
 from qevict.report.load import FULL, Point, Section, is_qevict
-from qevict.report.pictures import INK, PAPER, Look, Picture, draw, looks
+from qevict.report.pictures import INK, PAPER, Look, Picture, draw, looks, wrapped
 from qevict.report.values import SCORE, average, coverage, memory
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_LEGEND_CHARACTERS = 140
 _LEGEND = "filled: on the Pareto frontier (Eq. 9); hollow: dominated; bars: standard error"
 
 
@@ -76,10 +77,13 @@ def pareto_picture(section: Section, selection: Selection) -> Picture | None:
         for panel in axes.flat:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 named.setdefault(label, handle)
-        figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=5, fontsize=8)
+        labels = [wrapped(label) for label in named]
+        figure.legend(list(named.values()), labels, loc="outside lower center", ncols=_columns(labels), fontsize=8)
         figure.suptitle(f"{section.title}\n{_LEGEND}", fontsize=9)
 
-    size = (8.5, 2.2 + 2.3 * len(families))
+    labels = [wrapped(method) for method in look]
+    lines = -(-len(labels) // _columns(labels)) + sum("\n" in label for label in labels)
+    size = (8.5, 1.5 + 0.17 * lines + 2.3 * len(families))
     return draw(f"{section.slug}-pareto", f"Score against measured memory. {_LEGEND}", size, onto)
 
 
@@ -105,6 +109,12 @@ def _draw(
     top = panel.get_ylim()[1]
     panel.set_ylim(-0.04 * top, top)  # markers at 0 are seen whole
     panel.grid(visible=True)
+
+
+def _columns(labels: Sequence[str]) -> int:
+    """How many labels and their markers stand side by side in a legend."""
+    longest = max((len(line) for label in labels for line in label.split("\n")), default=1)
+    return max(1, _LEGEND_CHARACTERS // (longest + 11))
 
 
 def _names(tasks: Sequence[TaskName]) -> list[str]:

@@ -123,6 +123,11 @@ def looks(methods: Sequence[str]) -> dict[str, Look]:
     return made
 
 
+def wrapped(label: str) -> str:
+    """A method's settings in a line of their own."""
+    return label.replace("[", "\n[")
+
+
 def _small(svg: str) -> str:
     """A third of the size: two digits after the point, as print needs; no white space, no font named in every text.
 
