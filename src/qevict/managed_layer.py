@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from qevict.allocator import WORTH, give_back
+from qevict.allocator import EVERY, WORTH, give_back
 from qevict.attention import AttentionCall, KVHandle, LazyMask
 from qevict.budget import MemoryReport
 from qevict.forward import Forward
@@ -224,7 +224,7 @@ class ManagedLayer(CacheLayerMixin):
                 self._advance(forward)
             else:
                 self.take_prefill(Prefill(module, query, handle.keys, handle.values, forward, call.scaling))
-                if query.device.type == "cpu" and handle.keys.nbytes >= WORTH:
+                if query.device.type == "cpu" and handle.keys.nbytes >= WORTH and self.index % EVERY == EVERY - 1:
                     give_back()
         return output
 
