@@ -44,6 +44,17 @@ SIZES = {
 }
 
 
+ASKED = st.fixed_dictionaries(
+    {
+        "rope": st.sampled_from(sorted(ROPES)),
+        "group": st.integers(1, 4),
+        "sinks": st.integers(0, 5),
+        "count_last": st.sampled_from([None, None, 1, 3, 99]),
+    }
+)
+"""What else a comparison on random tiers draws, but for the number of queries; see `check_random`."""
+
+
 def by_kernel(kernel: Kernel, query: Tensor, view: TierView, count_last: int | None = None) -> Attended:
     attended = kernel(query, view, SCALING, count_last)
     assert attended is not None, "the kernel left it to the reference"
@@ -95,3 +106,17 @@ def unknown(what: str, most_queries: int) -> tuple[Tensor, TierView]:
     if what == "strides":
         query = query.mT.contiguous().mT
     return query.requires_grad_(what == "gradient"), view
+
+
+def check_random(
+    kernel: Kernel,
+    sizes: dict[str, Any],
+    rope: str,
+    group: int,
+    queries: int,
+    sinks: int,
+    count_last: int | None,
+) -> None:
+    sinks = min(sinks, sizes["stored"] + queries)
+    view = make_view(**sizes, new=queries, sinks=sinks, rope=ROPES[rope](sizes["dim"]))
+    check(kernel, random_query(view, group, queries), view, count_last)

@@ -19,7 +19,7 @@ from typing import Any
 import agreement
 import pytest
 import torch
-from agreement import ROPES, SIZES, swapped, unknown
+from agreement import ASKED, ROPES, SIZES, check_random, swapped, unknown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,18 +46,11 @@ SMALLER = SIZES | {
 @settings(max_examples=20)
 @given(
     sizes=st.fixed_dictionaries(SMALLER),
-    rope=st.sampled_from(sorted(ROPES)),
-    group=st.integers(1, 4),
     queries=st.sampled_from([1, 1, 1, 2, 5, 11]),
-    sinks=st.integers(0, 5),
-    count_last=st.sampled_from([None, None, 1, 3, 99]),
+    asked=ASKED,
 )
-def test_output_and_masses_are_the_reference_s(
-    sizes: dict[str, Any], rope: str, group: int, queries: int, sinks: int, count_last: int | None
-) -> None:
-    sinks = min(sinks, sizes["stored"] + queries)
-    view = make_view(**sizes, new=queries, sinks=sinks, rope=ROPES[rope](sizes["dim"]))
-    check(random_query(view, group, queries), view, count_last)
+def test_output_and_masses_are_the_reference_s(sizes: dict[str, Any], queries: int, asked: dict[str, Any]) -> None:
+    check_random(gpu.attend, sizes, queries=queries, **asked)
 
 
 @pytest.mark.parametrize("codec", [MinMaxCodec(3, 8), KiviCodec(3, 3, 12), KiviCodec(2, 4, 32), AllottedCodec(3, 3)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         content = _parse(path.read_text(encoding="utf-8"), str(path))
         return content if isinstance(content, list) else [content]
     with path.open(encoding="utf-8") as file:
-        return [_parse(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()]
+        return _parse_lines(file, str(path))
 
 
 def hub_rows(repository: str, archive: str, member: str) -> list[dict[str, Any]]:
@@ -72,9 +73,11 @@ def hub_rows(repository: str, archive: str, member: str) -> list[dict[str, Any]]
         text = zipfile.ZipFile(path).read(member).decode("utf-8")
     except KeyError:
         raise DataNotFoundError(f"There is no {member} in {archive} of {repository}.") from None
-    return [
-        _parse(line, f"line {number} of {member}") for number, line in enumerate(text.split("\n"), 1) if line.strip()
-    ]
+    return _parse_lines(text.split("\n"), member)
+
+
+def _parse_lines(lines: Iterable[str], where: str) -> list[dict[str, Any]]:
+    return [_parse(line, f"line {number} of {where}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _parse(text: str, where: str) -> Any:

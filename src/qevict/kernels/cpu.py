@@ -22,15 +22,13 @@ from torch import Tensor
 from qevict.codecs import Codec, MinMaxCodec, WindowShape
 from qevict.kernels.compiled import CALL, PAST, attend_items, combine, make_rooms, rounded
 from qevict.kernels.decode import LEVEL_BITS, VALUE_BITS
-from qevict.kernels.formats import CodeFormat, format_of, is_known
+from qevict.kernels.formats import MOST_QUERIES, CodeFormat, format_of, is_known
 from qevict.kernels.pool import Pool
 from qevict.kernels.reference import Attended, History, TierView
 from qevict.kernels.simd import BFLOAT16, FLOAT16, FLOAT32
 from qevict.kernels.tiles import BLOCK, LINE, TILE
 from qevict.rope import Rope
 
-MOST_QUERIES = 64
-"""Longer texts are a matter of large products of matrices, which the reference leaves to torch."""
 _DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ITEM_TOKENS = 512
 _SHARE = 1 << 19

@@ -15,6 +15,9 @@ from qevict.codecs import Codec, KiviCodec, MinMaxCodec, WindowShape
 from qevict.codecs.allotted import Allotted
 from qevict.codecs.turboquant import block_sizes, lloyd_max_levels, turn_back
 
+MOST_QUERIES = 64
+"""Of a forward that kernels take; longer ones are a matter of large products, which the reference leaves to torch."""
+
 
 class CodeFormat(NamedTuple):
     """Windows whose keys are packed by channel and whose values by token. Offsets are bytes from a window's start.

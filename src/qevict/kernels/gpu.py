@@ -14,11 +14,9 @@ from torch import Tensor
 
 from qevict.codecs import MinMaxCodec, WindowShape
 from qevict.codecs.packing import packed_size, plane_widths
-from qevict.kernels.formats import CodeFormat, format_of
+from qevict.kernels.formats import MOST_QUERIES, CodeFormat, format_of
 from qevict.kernels.reference import Attended, History, TierView
 
-MOST_QUERIES = 64
-"""Longer texts are a matter of large products of matrices, which the reference leaves to torch."""
 _MOST_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 32  # tokens of a tile: with twice as many, decoding a tile takes more registers than there are

@@ -249,10 +249,6 @@ add = _operation(lanes(lanes, lanes), lambda b, x, y: b.fadd(x, y, flags=_FUSED)
 multiply = _operation(lanes(lanes, lanes), lambda b, x, y: b.fmul(x, y, flags=_FUSED))
 multiply_add = _operation(lanes(lanes, lanes, lanes), _product_sum)
 """x * y + z"""
-subtract_product = _operation(
-    lanes(lanes, lanes, lanes), lambda b, x, y, z: b.fsub(z, b.fmul(x, y, flags=_FUSED), flags=_FUSED)
-)
-"""z - x * y"""
 maximum = _operation(lanes(lanes, lanes), _maximum)
 exp = _operation(lanes(lanes), _exp)
 get = _operation(_f32(_i64), lambda b, a: b.load(_at(b, a, _FLOAT), align=4))
@@ -286,6 +282,7 @@ subtract_product_wide = _operation(
     wide_lanes(wide_lanes, wide_lanes, wide_lanes),
     lambda b, x, y, z: b.fsub(z, b.fmul(x, y, flags=_FUSED), flags=_FUSED),
 )
+"""z - x * y"""
 wide_codes = {bits: _codes(bits, wide_words) for bits in range(1, 9)}
 as_numbers_wide = _operation(wide_lanes(wide_words), lambda b, x: b.sitofp(x, _WIDE_FLOATS))
 level_wide = _operation(wide_lanes(wide_words, _i64), _wide_level)
