@@ -141,19 +141,17 @@ def prompt_mass(
     first = 0 if count_last is None else max(0, tokens - count_last)
     if first < absent:
         raise ValueError(f"queries of the last {tokens - absent} tokens were kept, but those of {tokens - first} count")
-    float_keys = keys.float()
+    heads, group, seen = query.shape[1], query.shape[2], keys.float().transpose(2, 3)
     most = _CPU_BLOCK_ELEMENTS if query.device.type == "cpu" else _BLOCK_ELEMENTS
     block = max(1, most // (query[:, :, :, 0, 0].numel() * tokens))
     for start in range(first, tokens, block):
         stop = min(start + block, tokens)
-        seen = float_keys[:, :, :stop]
-        logits = (
-            torch.einsum("nhgqd,nhtd->nhgqt", query[:, :, :, start - absent : stop - absent].float(), seen) * scaling
-        )
-        positions = torch.arange(stop, device=query.device)
-        weights = logits.masked_fill_(positions > positions[start:, None], -torch.inf).softmax(dim=-1)
-        total[:, :stop] += weights.mean(dim=(1, 2)).sum(dim=1)
-    return total
+        some = query[:, :, :, start - absent : stop - absent].float().mul(scaling).flatten(2, 3)
+        logits = (some @ seen[..., :stop]).unflatten(2, (group, stop - start))
+        future = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device).triu_(diagonal=1)
+        logits[..., start:].masked_fill_(future, -torch.inf)
+        total[:, :stop] += logits.softmax(dim=-1).flatten(1, 3).sum(dim=1)
+    return total / (heads * group)
 
 
 def window_sums(tokens: Float[Tensor, "*rows tokens"], window: int) -> Float[Tensor, "*rows windows"]:
