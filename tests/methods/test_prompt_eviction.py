@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from prefills import allow, as_lists, make_prefill, shapes
 
 import reference.prompt_eviction as slow
 from qevict.budget import InfeasibleBudgetError
+from qevict.geometry import KVGeometry
+from qevict.methods import get_method
 from qevict.methods.adakv import AdaKV
-from qevict.methods.base import Selector
+from qevict.methods.base import Allowance, Selector
 from qevict.methods.chunkkv import ChunkKV
 from qevict.methods.criticalkv import CriticalAdaKV, CriticalKV
 from qevict.methods.defensivekv import DefensiveKV, LayerDefensiveKV
@@ -271,3 +274,24 @@ def test_words_are_checked(method: Selector, setting: str) -> None:
     object.__setattr__(method, setting, "other")  # __init__ is checked by the test run itself
     with pytest.raises(ValueError, match=f"{setting} is 'other'; it is '"):
         method.__post_init__()  # type: ignore[attr-defined]
+
+
+def test_what_is_protected_is_what_no_score_decides() -> None:
+    """New tokens where a method reserves them, observation windows, sinks; in codes where those come to be in codes."""
+    geometry = KVGeometry(layers=2, kv_heads=2, query_heads=4, head_dim=64, element_bytes=2)
+    allowance = Allowance(10**6, 100, False, torch.bfloat16, geometry)
+    token = geometry.token_bytes
+
+    def tokens(name: str, given: Allowance = allowance) -> float:
+        held = get_method(name).protected_bytes(given)
+        assert held is not None
+        return held / token
+
+    assert tokens("snapkv") == 100 + 32
+    assert tokens("keynorm") == 100
+    assert tokens("h2o") == 0
+    assert tokens("streamingllm") == 4
+    assert tokens("streamingllm", replace(allowance, exact_new=True)) == 100 + 4
+    assert 16 < tokens("qprune:snapkv+kivi-4") < 100
+    assert tokens("qprune:snapkv+kivi-4", replace(allowance, exact_new=True)) > 100
+    assert get_method("kivi-2").protected_bytes(allowance) is None

@@ -13,9 +13,8 @@ from qevict.budget import InfeasibleBudgetError
 from qevict.cache import QEvictCache
 from qevict.config import Budget
 from qevict.layer import QEvictLayer
-from qevict.methods.base import Described, MeasuredCache, Selector
+from qevict.methods.base import Described, MeasuredCache
 from qevict.methods.cache import MethodCache, MethodLayer
-from qevict.methods.evicting import DecodeSelector
 from qevict.methods.full import FullKV
 from qevict.methods.registry import make_cache
 from qevict.trace import PrefillTrace
@@ -122,13 +121,8 @@ def protected_share(cache: MeasuredCache) -> float | None:
     if isinstance(layer, QEvictLayer):
         plan = layer.cohorts[0].store.plan
         return 1 - plan.history_bytes / plan.budget_bytes
-    if not isinstance(layer, MethodLayer) or not isinstance(layer.session.method, Selector):
+    if not isinstance(layer, MethodLayer):
         return None
-    method, allowance = layer.session.method, layer.rows[0].allowance
-    if allowance.bytes is None:
-        return None
-    evicts_new = isinstance(method, DecodeSelector) and not allowance.exact_new
-    tokens = 0 if evicts_new else allowance.new_tokens or 0
-    if method.least_tokens > 1:
-        tokens += method.least_tokens
-    return tokens * allowance.token_bytes / allowance.bytes
+    allowance = layer.rows[0].allowance
+    held = None if allowance.bytes is None else layer.session.method.protected_bytes(allowance)
+    return None if held is None or not allowance.bytes else held / allowance.bytes

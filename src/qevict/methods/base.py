@@ -276,6 +276,10 @@ class Method(Described, ABC):
         """Settings to try, most bytes first, when a ratio is to be met; itself alone where a budget decides."""
         yield self
 
+    def protected_bytes(self, allowance: Allowance) -> int | None:
+        """Bytes of a layer for tokens that are kept whatever their score; None where it cannot be told."""
+        return None
+
 
 @dataclass(frozen=True)
 class Selector(Method):
@@ -288,6 +292,15 @@ class Selector(Method):
     def least_tokens(self) -> int:
         """The fewest prompt tokens of a head that the method can keep (its observation window, say)."""
         return 1
+
+    def protected_bytes(self, allowance: Allowance) -> int:
+        """The new tokens, and an observation window."""
+        return ((allowance.new_tokens or 0) + self.unscored_tokens) * allowance.token_bytes
+
+    @property
+    def unscored_tokens(self) -> int:
+        """Prompt tokens of a head that are kept whatever their score."""
+        return self.least_tokens if self.least_tokens > 1 else 0
 
     @abstractmethod
     def keep(self, prefill: LayerPrefill, tokens: int) -> Kept:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -40,6 +40,10 @@ class DecodeSelector(Selector):
     def extra_bytes(self, allowance: Allowance) -> int:
         """What else a row takes in a layer."""
         return 0
+
+    def protected_bytes(self, allowance: Allowance) -> int:
+        """New tokens are scored like others, unless all of them are to stay."""
+        return super().protected_bytes(allowance if allowance.exact_new else replace(allowance, new_tokens=0))
 
     @abstractmethod
     def store(self, prefill: LayerPrefill, capacity: int, allowance: Allowance) -> RowStore:

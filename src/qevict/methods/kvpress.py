@@ -66,6 +66,10 @@ class KVPress(Method):
         growth = allowance.growth(self)
         return [self._pressed(p, prompt_tokens(self, allowance, growth), growth, allowance.dtype) for p in prefills]
 
+    def protected_bytes(self, allowance: Allowance) -> int:
+        """The new tokens; what else a press protects it does not say."""
+        return allowance.growth(self) * allowance.token_bytes
+
     def _pressed(self, prefill: LayerPrefill, tokens: int, growth: int, dtype: torch.dtype) -> RowStore:
         if tokens >= prefill.tokens:
             return ExactStore(prefill.keys, prefill.values, everything(prefill), growth, dtype)

@@ -88,6 +88,11 @@ class QPrune(Method):
             for p, kept in zip(prefills, chosen, strict=True)
         ]
 
+    def protected_bytes(self, allowance: Allowance) -> int:
+        """The new tokens, the residual ones and the selector's, in codes or exact as they come to be."""
+        plan, geometry = self._plan(allowance.growth(self), allowance.exact_new), allowance.geometry
+        return plan.bytes(geometry.kv_heads, geometry.head_dim, allowance.dtype, self.selector.unscored_tokens)
+
     def _plan(self, growth: int, exact_new: bool) -> CodePlan:
         return CodePlan(self.format, self.residual, growth, exact_new)
 
