@@ -149,13 +149,18 @@ def _tiers(results: Sequence[Answer]) -> str:
 
 
 def methods_table(methods: Mapping[str, Described]) -> RenderableType:
-    """Every method with its paper, its kind, the properties of the paper's table 1, and its settings."""
-    table = Table(title="methods", show_lines=False)
-    for column in ("name", "kind", *(name.replace("_", " ") for name in Properties._fields), "paper", "settings"):
-        table.add_column(column, overflow="fold")
+    """Every method with its kind, the properties of the paper's table 1, its paper, and below that its settings."""
+    names = [name.replace("_", " ") for name in Properties._fields]
+    initials = " ".join(name[0].upper() for name in names)
+    table = Table(title="methods", caption=", ".join(f"{name[0].upper()}: {name}" for name in names))
+    for column in ("name", "kind", initials):
+        table.add_column(column, no_wrap=True)
+    table.add_column("paper and settings", overflow="fold")
     for name, method in methods.items():
-        marks = ["[green]✓[/]" if holds else "[red]✗[/]" for holds in method.properties]
-        table.add_row(Text(name), method.kind, *marks, method.paper, Text(_settings(method)))
+        marks = " ".join("[green]✓[/]" if holds else "[red]✗[/]" for holds in method.properties)
+        settings = _settings(method)
+        about = Text(method.paper).append(f"\n{settings}" if settings else "", style="dim")
+        table.add_row(Text(name), method.kind, marks, about)
     return table
 
 
@@ -172,7 +177,7 @@ def match_table(ratio: float, matches: Mapping[str, Match]) -> RenderableType:
 
 
 def _settings(method: Described) -> str:
-    return ", ".join(f"{name}={value}" for name, value in method.settings().items())
+    return ", ".join(f"{name}={value}" for name, value in method.settings().items() if value is not None)
 
 
 def _marked(expected: str, text: str) -> Text:
