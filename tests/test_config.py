@@ -65,7 +65,7 @@ def unchecked() -> Iterator[None]:
             torch.float64,
             "store_dtype is torch.float64; it has to be None or one of bfloat16, float16, float32",
         ),
-        ("prompt_scorer", 3, "prompt_scorer is 3; it has to be None or a function"),
+        ("prompt_scorer", 3, "prompt_scorer is 3; it has to be None, 'reconstruction' or a function"),
         ("budget", 0.0, "budget fraction is 0.0; it has to be above 0 and at most 1"),
         ("budget", 1.5, "budget fraction is 1.5; it has to be above 0 and at most 1"),
         ("budget", float("nan"), "budget fraction is nan; it has to be above 0 and at most 1"),

@@ -7,7 +7,18 @@ from qevict.attention import attach
 from qevict.budget import MemoryReport
 from qevict.cache import QEvictCache
 from qevict.config import Budget, QEvictConfig
+from qevict.trace import PrefillTrace, read_prompt
 
 __version__ = "0.1.0"
 
-__all__ = ["Answer", "Budget", "MemoryReport", "QEvictCache", "QEvictConfig", "answer", "attach"]
+__all__ = [
+    "Answer",
+    "Budget",
+    "MemoryReport",
+    "PrefillTrace",
+    "QEvictCache",
+    "QEvictConfig",
+    "answer",
+    "attach",
+    "read_prompt",
+]

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from qevict.architectures import decoder
 from qevict.budget import MemoryReport
 from qevict.cache import QEvictCache, TierCounts
 from qevict.compat import cache_argument
@@ -28,6 +27,7 @@ from qevict.methods.base import Described, MeasuredCache
 from qevict.methods.qevict import QEvict
 from qevict.methods.registry import get_method, make_cache
 from qevict.migration import Moves
+from qevict.trace import read_prompt
 
 DEFAULT_BUDGET = 0.2
 _QUESTION_HERE = "<|the question goes here|>"
@@ -137,11 +137,12 @@ def answer(
     if not question_seen and prompts[0].context.shape[1]:
         longest = max(p.question.shape[1] for p in prompts)
         shared = make(longest + max_new_tokens)
-        with torch.no_grad():
-            decoder(model)(prompts[0].context.to(model.device), **cache_argument(shared))
+        read_prompt(model, shared, prompts[0].context)
     for index, prompt in enumerate(prompts):
         if shared is None:
             cache = make(max_new_tokens)
+            if isinstance(cache, QEvictCache) and cache.reads_twice:
+                read_prompt(model, cache, torch.cat([prompt.context, prompt.question], dim=1)[:, :-1])
         else:
             cache = shared if index == len(prompts) - 1 else copy.deepcopy(shared)
         answers.append(_generate(model, tokenizer, cache, questions[index], prompt, max_new_tokens, streamer))

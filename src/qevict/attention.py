@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -64,6 +65,11 @@ class AttentionCall:
         self._module, self._previous, self.settings = module, previous, settings
 
     @property
+    def implementation(self) -> str:
+        """The name of the previous implementation."""
+        return self._previous
+
+    @property
     def scaling(self) -> float:
         """The factor on the attention logits."""
         given = self.settings.get("scaling")
@@ -101,6 +107,28 @@ class LazyMask:
         if not self._built:
             self._built.append(ALL_MASK_ATTENTION_FUNCTIONS[self._previous](**self._arguments))
         return self._built[0]
+
+
+def causal_mask(module: nn.Module, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor | None:
+    """The mask `[1, 1, tokens, keys]` of rows without padding; None where everything is seen.
+
+    The keys are those of the tokens up to the last query, be they all or a sliding layer's last ones.
+    """
+    seen = visible(query.shape[2], keys.shape[2], call.settings.get("sliding_window"), query.device)
+    # Flash attention aligns its own causal mask with the last key.
+    if bool(seen.all()) or call.implementation.startswith("flash"):
+        return None
+    if call.implementation == "eager":
+        return torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)[None, None]
+    return seen[None, None]
+
+
+def visible(new: int, total: int, window: int | None, device: torch.device) -> Bool[Tensor, "new total"]:
+    """Which of `total` consecutive tokens each of the last `new` attends to, in a layer that slides over `window`."""
+    place = torch.arange(total, device=device)
+    own = place[total - new :, None]
+    causal = place <= own
+    return causal if window is None else causal & (place > own - window)
 
 
 def attach(model: PreTrainedModel) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from qevict.config import Budget, QEvictConfig, as_config
+from qevict.config import RECONSTRUCTION, Budget, QEvictConfig, as_config
 from qevict.layer import QEvictLayer
 from qevict.managed_cache import ManagedCache
 from qevict.migration import Moves
@@ -87,6 +87,11 @@ class QEvictCache(ManagedCache):
 
     def _layer(self, index: int, rope: Rope) -> QEvictLayer:
         return QEvictLayer(self._session, index, rope)
+
+    @property
+    def reads_twice(self) -> bool:
+        """Whether a prompt has to be given by `read_prompt`, which reads it twice."""
+        return self.config.prompt_scorer == RECONSTRUCTION and not self._unmanaged
 
     @property
     def _unmanaged(self) -> bool:

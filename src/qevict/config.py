@@ -24,6 +24,8 @@ _PAPER_RECENT: dict[str, int | float] = {
     "diagnostics": 32,  # appendix I.1 names none; section 5's
 }
 _BYTE_UNITS = {"byte": 1, "bytes": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+RECONSTRUCTION = "reconstruction"
+"""The prompt scorer that has to read the prompt twice; see `qevict.reconstruction`."""
 _STORE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -108,8 +110,9 @@ class QEvictConfig:
         ranking: name of a ranking, a `Ranking`, or a function `(state, mass) -> state`.
         granularity: "layer" ranks a window once a layer (the paper), "kv_head" once for each KV head.
         prompt_queries: which prompt queries initialise the scores: "all" (the paper) or the last n.
-        prompt_scorer: replaces the prompt's attention mass by a function
-            `(module, queries, keys, values, scaling) -> [batch, kv_heads, tokens]`, summed over each window.
+        prompt_scorer: replaces the prompt's attention mass: by "reconstruction", for questions that are not known yet
+            (`read_prompt` then reads the prompt twice), or by a function
+            `(module, queries, keys, values, scaling) -> [batch, kv_heads, tokens]`; summed over each window.
         score_steps: "every" decode step adds to the scores (Eq. 1), or only the "event" step's query, which is all
             that the paper's implementation sees.
         promotion: whether windows may return from codes to full precision.
@@ -133,7 +136,7 @@ class QEvictConfig:
     ranking: str | Ranking | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = "cumulative"
     granularity: Literal["layer", "kv_head"] = "layer"
     prompt_queries: int | Literal["all"] = 32
-    prompt_scorer: Callable[..., torch.Tensor] | None = None
+    prompt_scorer: Callable[..., torch.Tensor] | Literal["reconstruction"] | None = None
     score_steps: Literal["every", "event"] = "every"
     promotion: bool = True
     dormant: Literal["slots", "extra"] = "slots"
@@ -171,7 +174,8 @@ class QEvictConfig:
         self._check(
             self.store_dtype in (None, *_STORE_DTYPES), "store_dtype", "None or one of bfloat16, float16, float32"
         )
-        self._check(self.prompt_scorer is None or callable(self.prompt_scorer), "prompt_scorer", "None or a function")
+        scores = self.prompt_scorer is None or self.prompt_scorer == RECONSTRUCTION or callable(self.prompt_scorer)
+        self._check(scores, "prompt_scorer", f"None, {RECONSTRUCTION!r} or a function")
         if self.dormant == "extra" and self.allocation != "split":
             raise ValueError('dormant="extra" is a way of counting that goes with allocation="split" only')
         list(self.codecs())

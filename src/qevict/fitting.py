@@ -40,9 +40,9 @@ def query_energy(
     """Mean squared query of each channel, the same for the two of a rotary pair; ones where no queries are held.
 
     Args:
-        prompt: `[lanes, heads, group, tokens, dim]` queries; see `Pending.prompt` for what else it may be.
+        prompt: `[lanes, heads, group, tokens, dim]` queries.
     """
-    if prompt is None or prompt.ndim == 2:
+    if prompt is None:
         return torch.ones_like(keys[:, :, 0])
     some = prompt[:, :, :, :: -(-prompt.shape[3] // ENOUGH)].float()
     squares = torch.linalg.vector_norm(some, dim=(2, 3)).square()  # many times faster than a mean of squares

@@ -82,12 +82,8 @@ class QEvictLayer(ManagedLayer):
                 first_position=first.repeat_interleave(session.lanes_per_row),
                 dtype=dtype,
             )
-            scorer = session.config.prompt_scorer
-            if scorer is None:
-                prompt = self._query_lanes(q, k.shape[1])
-            else:
-                prompt = self._token_scores(scorer(prefill.module, q, k, v, prefill.scaling), k)
-            store.begin(prompt, self._lanes(k), self._lanes(v), prefill.scaling)
+            scores = self._prompt_scores(prefill, rows, columns, (q, k, v))
+            store.begin(self._query_lanes(q, k.shape[1]), self._lanes(k), self._lanes(v), prefill.scaling, scores)
             if not self.record_past:
                 store.settle()
             self.cohorts.append(Cohort(rows, store))
@@ -152,6 +148,26 @@ class QEvictLayer(ManagedLayer):
         grouped = query.unflatten(1, (kv_heads, query.shape[1] // kv_heads))
         lanes = self.session.lanes_per_row
         return grouped.reshape(query.shape[0] * lanes, kv_heads // lanes, *grouped.shape[2:])
+
+    def _prompt_scores(
+        self,
+        prefill: Prefill,
+        rows: Int[Tensor, " rows"],
+        columns: Int[Tensor, "rows tokens"] | None,
+        states: tuple[Tensor, Tensor, Tensor],
+    ) -> Float[Tensor, "lanes tokens"] | None:
+        """What the prompt scorer says of the tokens of some rows; None without one."""
+        scorer = self.session.config.prompt_scorer
+        if scorer is None:
+            return None
+        if callable(scorer):
+            return self._token_scores(scorer(prefill.module, *states, prefill.scaling), states[1])
+        if prefill.scores is None:
+            raise ValueError(
+                f"prompt_scorer={scorer!r} reads the prompt twice, which a forward cannot: give the cache its prompt with "
+                "qevict.read_prompt(model, cache, input_ids), then generate"
+            )
+        return self._token_scores(_chosen(prefill.scores[..., None], rows, columns)[..., 0], states[1])
 
     def _token_scores(self, scores: Tensor, keys: Tensor) -> Float[Tensor, "lanes tokens"]:
         """A prompt scorer's scores as the lanes take them."""

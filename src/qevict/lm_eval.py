@@ -22,15 +22,14 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from qevict.architectures import decoder
-from qevict.bench.cells import Scope
+from qevict.bench.cells import Scope, capture
 from qevict.bench.decode import FORCED_CHUNK
 from qevict.bench.forks import fork_forward
 from qevict.compat import cache_argument
 from qevict.config import Budget
 from qevict.methods import get_method, make_cache
 from qevict.models import resolve
-from qevict.trace import PrefillTrace
+from qevict.trace import read_prompt
 
 Request = tuple[Any, list[int], list[int]]
 """What the harness calls it by, the tokens of the context, those of the continuation."""
@@ -95,10 +94,8 @@ class QEvictLM(HFLM):
         """Generate from a compressed cache; rows are padded on the left."""
         cache = self._cache(1 + max_length - context.shape[1])
         if context.shape[1] > 1:
-            mask = generation_kwargs.get("attention_mask", torch.ones_like(context))[:, :-1]
-            positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-            given = {"attention_mask": mask, "position_ids": positions, **cache_argument(cache)}
-            decoder(self.model)(context[:, :-1], use_cache=True, **given)
+            mask = generation_kwargs.get("attention_mask", torch.ones_like(context))
+            read_prompt(self.model, cache, context[:, :-1], mask[:, :-1])
         generated: Tensor = super()._model_generate(
             context, max_length, stop, **generation_kwargs, **cache_argument(cache)
         )
@@ -135,9 +132,7 @@ class QEvictLM(HFLM):
                 "a continuation without a context would be scored by the model alone: there is nothing to compress; "
                 "choose tasks with contexts of at least 2 tokens"
             )
-        hidden = bool(getattr(self._method, "needs_hidden", False))
-        prompt = torch.tensor([context[:-1]])
-        trace = PrefillTrace.capture(self.model, prompt, queries=self._method.observed_queries, hidden=hidden)
+        trace = capture(self.model, context[:-1], [self._method])
         for start in range(0, len(continuations), at_once):
             rows = [
                 _Continuation(number, [context[-1], *tokens[:-1]], tokens, trace.fill(self._cache(len(tokens))))

@@ -87,6 +87,11 @@ class ManagedCache(Cache):
         """What the layers share, from the fields of `Session`."""
 
     @property
+    def reads_twice(self) -> bool:
+        """Whether a prompt has to be given by `read_prompt`, which reads it twice."""
+        return False
+
+    @property
     def _unmanaged(self) -> bool:
         """Whether nothing is to be managed at all."""
         return False

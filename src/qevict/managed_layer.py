@@ -44,6 +44,7 @@ class Prefill(NamedTuple):
         forward: which columns are tokens, and their positions.
         scaling: factor on the attention logits.
         hidden: `[batch, columns, hidden]` input of the attention module; only for methods that ask for it.
+        scores: `[batch, kv_heads, columns]` see `reconstruction`; only for caches that ask for it.
     """
 
     module: nn.Module
@@ -53,6 +54,7 @@ class Prefill(NamedTuple):
     forward: Forward
     scaling: float
     hidden: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class ManagedLayer(CacheLayerMixin):

@@ -40,7 +40,8 @@ class Pending:
         mass: `[lanes, steps, columns]`, one row for each of its queries or a single one with their sum; columns are
             full slots, code slots and local windows in use. None for a first forward.
         prompt: `[lanes, heads, group, tokens, dim]` queries of a first forward, whose masses are computed when it is
-            settled, or `[lanes, tokens]` masses that a `prompt_scorer` gave. None for later forwards.
+            settled. None for later forwards.
+        scores: `[lanes, tokens]` what a `prompt_scorer` gave instead of these masses.
         scaling: factor on the logits of `prompt`.
         keys, values: its tokens where the protected storage has no room for them, else None.
     """
@@ -48,6 +49,7 @@ class Pending:
     count: int
     mass: Tensor | None = None
     prompt: Tensor | None = None
+    scores: Tensor | None = None
     scaling: float = 1.0
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -55,13 +57,11 @@ class Pending:
     def first(self, count: int) -> Pending:
         """The forward without its tokens from `count` on."""
         prompt = self.prompt
-        if prompt is not None:
-            kept = prompt.shape[-1 if prompt.ndim == 2 else 3] - (self.count - count)
-            prompt = prompt[:, :kept] if prompt.ndim == 2 else prompt[:, :, :, :kept]
         return Pending(
             count,
             None if self.mass is None else self.mass[:, :count],
-            prompt,
+            None if prompt is None else prompt[:, :, :, : prompt.shape[3] - (self.count - count)],
+            None if self.scores is None else self.scores[:, :count],
             self.scaling,
             None if self.keys is None else self.keys[:, :, :count],
             None if self.values is None else self.values[:, :, :count],
@@ -70,15 +70,15 @@ class Pending:
     @property
     def nbytes(self) -> int:
         """Bytes that wait with it, beside the storages."""
-        held = (self.mass, self.prompt, self.keys, self.values)
+        held = (self.mass, self.prompt, self.scores, self.keys, self.values)
         return sum(t.nbytes for t in held if t is not None)
 
     def take(self, lanes: Int[Tensor, " chosen"]) -> Pending:
         """The forward of the given lanes."""
-        mass, prompt, keys, values = (
-            None if t is None else t[lanes] for t in (self.mass, self.prompt, self.keys, self.values)
+        mass, prompt, scores, keys, values = (
+            None if t is None else t[lanes] for t in (self.mass, self.prompt, self.scores, self.keys, self.values)
         )
-        return Pending(self.count, mass, prompt, self.scaling, keys, values)
+        return Pending(self.count, mass, prompt, scores, self.scaling, keys, values)
 
 
 class TierStore:
@@ -166,10 +166,17 @@ class TierStore:
 
     # -- one forward -----------------------------------------------------------------------------------------------
 
-    def begin(self, prompt: Tensor, keys: Float[Tensor, "lanes heads new dim"], values: Tensor, scaling: float) -> None:
-        """Take in a first forward; see `Pending.prompt`. It stays pending until `settle`."""
+    def begin(
+        self,
+        prompt: Float[Tensor, "lanes heads group queries dim"],
+        keys: Float[Tensor, "lanes heads new dim"],
+        values: Tensor,
+        scaling: float,
+        scores: Float[Tensor, "lanes new"] | None = None,
+    ) -> None:
+        """Take in a first forward; see `Pending`. It stays pending until `settle`."""
         self.length += keys.shape[2]
-        self.pending = Pending(keys.shape[2], prompt=prompt, scaling=scaling, keys=keys, values=values)
+        self.pending = Pending(keys.shape[2], prompt=prompt, scores=scores, scaling=scaling, keys=keys, values=values)
 
     def append(
         self,
@@ -353,12 +360,12 @@ class TierStore:
             if self.config.score_steps == "every":
                 return pending.mass.sum(dim=1)
             return pending.mass[:, -1] if due else torch.zeros_like(pending.mass[:, 0])
-        assert pending.prompt is not None
-        assert pending.keys is not None
-        tokens = pending.prompt
-        if tokens.ndim != 2:
+        tokens = pending.scores
+        if tokens is None:
+            assert pending.prompt is not None
+            assert pending.keys is not None
             queries = self.config.prompt_queries
-            tokens = prompt_mass(tokens, pending.keys, pending.scaling, None if queries == "all" else queries)
+            tokens = prompt_mass(pending.prompt, pending.keys, pending.scaling, None if queries == "all" else queries)
         return window_sums(tokens[:, self.plan.sink_tokens :], self.plan.window)
 
     def _add_mass(self, mass: Float[Tensor, "lanes columns"]) -> Float[Tensor, "lanes local"]:
@@ -377,7 +384,7 @@ class TierStore:
         quantizes = self.plan.max_codes and not self._all_protected
         if not isinstance(codec, PromptCodec) or self.arena.code_used or not quantizes:
             return
-        if prompt is not None and prompt.ndim != 2 and prompt.shape[3] < self.length:
+        if prompt is not None and prompt.shape[3] < self.length:
             raise ValueError(
                 f"queries of the last {prompt.shape[3]} tokens were kept, but the codec is fitted to those of all "
                 f"{self.length}"

@@ -24,6 +24,7 @@ from qevict.forward import Forward
 from qevict.hidden import AttentionInputs
 from qevict.managed_cache import ManagedCache
 from qevict.managed_layer import ManagedLayer, Prefill
+from qevict.reconstruction import reconstruction_scores
 from qevict.shared import SharedWork
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
@@ -52,6 +53,7 @@ class PrefillTrace:
         *,
         queries: int | None = None,
         hidden: bool = False,
+        scores: bool = False,
     ) -> PrefillTrace:
         """Run a prompt, rows padded on the left, through the model once.
 
@@ -59,9 +61,11 @@ class PrefillTrace:
             queries: how many of the last queries to keep; None for all. `needed_queries` says how many some methods
                 look at.
             hidden: whether to keep the input of the attention modules as well.
+            scores: whether to read the prompt a second time, for `prompt_scorer="reconstruction"`.
 
         Raises:
-            ValueError: if the model has layers that hold no keys and values of the usual kind.
+            ValueError: if the model has layers that hold no keys and values of the usual kind, or no positions for a
+                second reading.
         """
         count = describe(model).num_layers
         modules = attention_modules(model)
@@ -69,14 +73,14 @@ class PrefillTrace:
             raise ValueError(f"{count - len(modules)} of the {count} layers have no attention; they cannot be traced")
         attach(model)
         recorder = _Recorder(count, queries)
-        ids = input_ids.to(model.device)
-        mask = None if attention_mask is None else attention_mask.to(model.device)
-        positions = None if mask is None else (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+        ids, mask, positions = _on_device(model, input_ids, attention_mask)
         with AttentionInputs(modules if hidden else {}) as inputs:
             output = decoder(model)(ids, attention_mask=mask, position_ids=positions, **cache_argument(recorder))
         prefills = [layer.recorded() for layer in recorder.layers]
         if hidden:
             prefills = [p._replace(hidden=inputs.by_layer[index]) for index, p in enumerate(prefills)]
+        if scores:
+            prefills = _scored(model, ids, prefills)
         return cls(tuple(prefills), output.last_hidden_state[:, -1])
 
     @property
@@ -87,7 +91,8 @@ class PrefillTrace:
     @property
     def tensors(self) -> list[Tensor]:
         """What it holds of the layers."""
-        return [t for p in self.prefills for t in (p.query, p.keys, p.values, p.hidden) if t is not None]
+        held = (t for p in self.prefills for t in (p.query, p.keys, p.values, p.hidden, p.scores))
+        return [t for t in held if t is not None]
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +126,54 @@ class PrefillTrace:
                     layer.check(prefill.forward)
                 layer.take_prefill(prefill)
         return cache
+
+
+@torch.no_grad()
+def read_prompt(
+    model: PreTrainedModel,
+    cache: Cache,
+    input_ids: Int[Tensor, "batch tokens"],
+    attention_mask: Int[Tensor, "batch tokens"] | None = None,
+) -> None:
+    """Let an empty cache read a prompt; twice where its settings are `prompt_scorer="reconstruction"`.
+
+    `model.generate(ids, past_key_values=cache)` then goes on behind it: `ids` are the prompt's and at least one more.
+    A prompt that is read twice is held uncompressed, in all layers, until it has been.
+
+    Args:
+        attention_mask: rows are padded on the left.
+
+    Raises:
+        ValueError: if the cache is not empty or was made for another model, or the model cannot read the prompt twice.
+    """
+    if isinstance(cache, ManagedCache) and cache.reads_twice:
+        PrefillTrace.capture(model, input_ids, attention_mask, scores=True).fill(cache)
+        return
+    if cache.get_seq_length():
+        raise ValueError(f"the cache has seen {cache.get_seq_length()} tokens already; give an empty one")
+    ids, mask, positions = _on_device(model, input_ids, attention_mask)
+    decoder(model)(ids, attention_mask=mask, position_ids=positions, **cache_argument(cache))
+
+
+def _on_device(
+    model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], mask: Int[Tensor, "batch tokens"] | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Ids, mask and positions of a first forward of rows padded on the left."""
+    mask = None if mask is None else mask.to(model.device)
+    positions = None if mask is None else (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+    return ids.to(model.device), mask, positions
+
+
+def _scored(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], prefills: list[Prefill]) -> list[Prefill]:
+    """The prefills with the scores of a second reading, row by row; padding has none."""
+    scores = [p.keys.new_zeros(p.keys.shape[:3], dtype=torch.float32) for p in prefills]
+    for row in range(len(ids)):
+        valid = prefills[0].forward.valid
+        own = slice(None) if valid is None else valid[row]
+        keys, values = [p.keys[row][:, own] for p in prefills], [p.values[row][:, own] for p in prefills]
+        for layer, of_row in zip(scores, reconstruction_scores(model, ids[row, own], keys, values), strict=True):
+            layer[row, :, own] = of_row
+    return [p._replace(scores=layer) for p, layer in zip(prefills, scores, strict=True)]
 
 
 class _RecordingLayer(CacheLayerMixin):

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import METHODS, endless, filled, forward, prompt
 
+from qevict.attention import visible
 from qevict.bench.decode import FORCED_CHUNK, Fork, decode, end_tokens, forced_nll
-from qevict.bench.forks import ForkedCache, copies, fork_forward, visible
+from qevict.bench.forks import ForkedCache, copies, fork_forward
 from qevict.methods import make_cache
 from qevict.trace import PrefillTrace
 

@@ -80,8 +80,10 @@ def capture(model: PreTrainedModel, ids: Sequence[int], methods: Iterable[Descri
     methods = list(methods)
     observed = [method.observed_queries for method in methods]
     queries = None if None in observed else max((count for count in observed if count is not None), default=0)
-    hidden = any(getattr(method, "needs_hidden", False) for method in methods)
-    return PrefillTrace.capture(model, torch.tensor([list(ids)]), queries=queries, hidden=hidden)
+    hidden, scores = (
+        any(getattr(method, name, False) for method in methods) for name in ("needs_hidden", "needs_scores")
+    )
+    return PrefillTrace.capture(model, torch.tensor([list(ids)]), queries=queries, hidden=hidden, scores=scores)
 
 
 def build(

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from qevict.attention import PREFIX, AttentionCall, KVHandle, LazyMask, attach
+from qevict.attention import AttentionCall, KVHandle, LazyMask, attach, causal_mask
 from qevict.compat import cache_argument
 from qevict.managed_layer import ManagedLayer
 
@@ -138,7 +138,7 @@ class _ForkedLayer(CacheLayerMixin):
             else:
                 keys, values = member.update(keys, values, self._index)
                 own = _of_row(call, row)
-                outputs.append(own.exact(asking, keys, values, _mask(module, asking, keys, own))[0])
+                outputs.append(own.exact(asking, keys, values, causal_mask(module, asking, keys, own))[0])
         return torch.cat(outputs)
 
 
@@ -148,25 +148,3 @@ def _of_row(call: AttentionCall, row: int) -> AttentionCall:
     positions = call.settings.get("position_ids")
     own.settings = {**call.settings, "position_ids": None if positions is None else positions[row : row + 1]}
     return own
-
-
-def _mask(module: nn.Module, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor | None:
-    """The mask `[1, 1, tokens, keys]` that a row alone would have; None where everything is seen.
-
-    The keys are those of the tokens up to the last query, be they all or a sliding layer's last ones.
-    """
-    seen = visible(query.shape[2], keys.shape[2], call.settings.get("sliding_window"), query.device)
-    implementation = str(module.config._attn_implementation).removeprefix(PREFIX)  # type: ignore[union-attr]
-    if bool(seen.all()) or implementation.startswith("flash"):  # which aligns its own causal mask with the last key
-        return None
-    if implementation == "eager":
-        return torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)[None, None]
-    return seen[None, None]
-
-
-def visible(new: int, total: int, window: int | None, device: torch.device) -> Bool[Tensor, "new total"]:
-    """Which of `total` consecutive tokens each of the last `new` attends to, in a layer that slides over `window`."""
-    place = torch.arange(total, device=device)
-    own = place[total - new :, None]
-    causal = place <= own
-    return causal if window is None else causal & (place > own - window)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from qevict.cache import QEvictCache
 from qevict.codecs import PromptCodec
-from qevict.config import Budget, QEvictConfig
+from qevict.config import RECONSTRUCTION, Budget, QEvictConfig
 from qevict.methods.base import Kind, MeasuredCache, OwnCache, Properties
 
 _NOT_SETTINGS = {"budget", "store_dtype", "allow_untested"}
@@ -58,7 +58,12 @@ class QEvict(OwnCache):
         """As many as initialise the scores; all where a codec is fitted to them."""
         queries = self.config.prompt_queries
         fitted = any(isinstance(codec, PromptCodec) for codec in self.config.codecs())
-        return None if queries == "all" or self.config.prompt_scorer is not None or fitted else queries
+        return None if queries == "all" or callable(self.config.prompt_scorer) or fitted else queries
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether its caches are filled from a trace with the scores of a second reading."""
+        return self.config.prompt_scorer == RECONSTRUCTION
 
     def settings(self) -> dict[str, Any]:
         """The configuration's fields, without what is given where a cache is made."""
