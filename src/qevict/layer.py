@@ -164,8 +164,8 @@ class QEvictLayer(ManagedLayer):
             return self._token_scores(scorer(prefill.module, *states, prefill.scaling), states[1])
         if prefill.scores is None:
             raise ValueError(
-                f"prompt_scorer={scorer!r} reads the prompt twice, which a forward cannot: give the cache its prompt with "
-                "qevict.read_prompt(model, cache, input_ids), then generate"
+                f"prompt_scorer={scorer!r} reads the prompt twice, which a forward cannot: give the cache its prompt "
+                "with qevict.read_prompt(model, cache, input_ids), then generate"
             )
         return self._token_scores(_chosen(prefill.scores[..., None], rows, columns)[..., 0], states[1])
 
