@@ -27,7 +27,7 @@ from qevict.methods.base import Described, MeasuredCache
 from qevict.methods.qevict import QEvict
 from qevict.methods.registry import get_method, make_cache
 from qevict.migration import Moves
-from qevict.trace import read_prompt
+from qevict.trace import read_prompt, reads_twice
 
 DEFAULT_BUDGET = 0.2
 _QUESTION_HERE = "<|the question goes here|>"
@@ -141,7 +141,7 @@ def answer(
     for index, prompt in enumerate(prompts):
         if shared is None:
             cache = make(max_new_tokens)
-            if isinstance(cache, QEvictCache) and cache.reads_twice:
+            if reads_twice(cache):
                 read_prompt(model, cache, torch.cat([prompt.context, prompt.question], dim=1)[:, :-1])
         else:
             cache = shared if index == len(prompts) - 1 else copy.deepcopy(shared)

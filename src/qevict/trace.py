@@ -146,13 +146,18 @@ def read_prompt(
     Raises:
         ValueError: if the cache is not empty or was made for another model, or the model cannot read the prompt twice.
     """
-    if isinstance(cache, ManagedCache) and cache.reads_twice:
+    if reads_twice(cache):
         PrefillTrace.capture(model, input_ids, attention_mask, scores=True).fill(cache)
         return
     if cache.get_seq_length():
         raise ValueError(f"the cache has seen {cache.get_seq_length()} tokens already; give an empty one")
     ids, mask, positions = _on_device(model, input_ids, attention_mask)
     decoder(model)(ids, attention_mask=mask, position_ids=positions, **cache_argument(cache))
+
+
+def reads_twice(cache: Cache) -> bool:
+    """Whether a cache takes its prompt from `read_prompt` alone, which reads it twice."""
+    return isinstance(cache, ManagedCache) and cache.reads_twice
 
 
 def _on_device(

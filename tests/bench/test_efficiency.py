@@ -32,9 +32,11 @@ def test_full_kv_in_place_is_full_kv(family: str) -> None:
 
 def test_every_candidate_takes_every_step() -> None:
     model, ids = tiny_model("llama"), torch.randint(3, 60, (2, 80))
-    candidates = [Candidate(FULL), Candidate(BEST), Candidate("qevict[window_size=8;recent_tokens=8]", 0.5)]
+    small = "qevict[window_size=8;recent_tokens=8"
+    names = [f"{small}]", f"{small};prompt_scorer=reconstruction]"]
+    candidates = [Candidate(FULL), Candidate(BEST), *(Candidate(name, 0.5) for name in names)]
     speeds = measure(model, ids, candidates, new_tokens=18, rounds=2)
-    assert list(speeds) == [FULL, BEST, "qevict[window_size=8;recent_tokens=8] 50 %"]
+    assert list(speeds) == [FULL, BEST, *(f"{name} 50 %" for name in names)]
     for speed in speeds.values():
         assert len(speed.steps) == 17
         assert len(speed.first) == 2

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Int
@@ -29,7 +29,7 @@ from qevict.compat import cache_argument
 from qevict.config import Budget
 from qevict.methods import make_cache
 from qevict.stopwatch import listening
-from qevict.trace import PrefillTrace
+from qevict.trace import PrefillTrace, read_prompt, reads_twice
 
 FULL, BEST = "full KV", "full KV, in place"
 _WARM_TOKENS = 2048  # few, but as many as small budgets need for what they always keep
@@ -109,9 +109,11 @@ def measure(
             watch(f"{one.label}: reading {ids.shape[1]} tokens, round {number + 1}")
             first[one.label].append(_time_to_first_token(model, ids, one, new_tokens, store_dtype))
     watch(f"decoding after {ids.shape[1]} tokens")
-    trace = PrefillTrace.capture(model, ids)
     count = WARM_STEPS + new_tokens - 1
-    caches = {one.label: trace.fill(one.cache(model, ids.shape[1], count + 1, store_dtype)) for one in candidates}
+    caches = {one.label: one.cache(model, ids.shape[1], count + 1, store_dtype) for one in candidates}
+    trace = PrefillTrace.capture(model, ids, scores=any(map(reads_twice, caches.values())))
+    for cache in caches.values():
+        trace.fill(cache)
     del trace
     steps: dict[str, list[float]] = {label: [] for label in caches}
     routing: dict[str, Counter[str]] = {label: Counter() for label in caches}
@@ -129,18 +131,23 @@ def _time_to_first_token(
 ) -> float:
     cache = candidate.cache(model, ids.shape[1], new_tokens, store_dtype)
 
-    def first() -> None:
-        logits = model(ids, use_cache=True, logits_to_keep=1, **cache_argument(cache)).logits
-        logits[:, -1].argmax(dim=-1)
+    return _timed(lambda: _read(model, ids, cache))
 
-    return _timed(first)
+
+def _read(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
+    """The token `[batch, 1]` that follows some, the prompt at first."""
+    if reads_twice(cache) and not cache.get_seq_length():
+        read_prompt(model, cache, ids[:, :-1])
+        ids = ids[:, -1:]
+    logits = model(ids, use_cache=True, logits_to_keep=1, **cache_argument(cache)).logits
+    return cast(Tensor, logits[:, -1:].argmax(dim=-1))
 
 
 def _step(model: PreTrainedModel, token: Tensor, cache: Any) -> None:
     model(token, use_cache=True, **cache_argument(cache)).logits[:, -1].argmax(dim=-1)
 
 
-def _timed(action: Callable[[], None]) -> float:
+def _timed(action: Callable[[], object]) -> float:
     _wait()
     start = time.perf_counter()
     action()
@@ -185,8 +192,7 @@ def peak_bytes(
 def _generate(model: PreTrainedModel, ids: Tensor, cache: Any, new_tokens: int) -> None:
     token = ids
     for _ in range(new_tokens):
-        logits = model(token, use_cache=True, logits_to_keep=1, **cache_argument(cache)).logits
-        token = logits[:, -1:].argmax(dim=-1)
+        token = _read(model, token, cache)
 
 
 def _reset_peak() -> int:
