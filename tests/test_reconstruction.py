@@ -137,6 +137,18 @@ def test_what_is_kept_follows_the_scores() -> None:
         assert float(sums[kept].min()) >= float(sums[~kept].max())
 
 
+def test_a_codec_is_fitted_to_the_prompt_s_queries_whoever_scores() -> None:
+    model, ids = tiny_model("llama"), torch.randint(3, 90, (1, 80), generator=torch.Generator().manual_seed(6))
+    bits = []
+    for scorer in (None, "reconstruction", lambda module, queries, keys, values, scaling: keys.norm(dim=-1)):
+        cache = QEvictCache(model, TWICE.replace(prompt_scorer=scorer), max_new_tokens=9)
+        read_prompt(model, cache, ids)
+        bits.append([layer.cohorts[0].store.codec.bits for layer in cache.layers])
+    assert len(bits[0][0].unique()) > 1
+    for of_scorer in bits[1:]:
+        assert all(torch.equal(layer, default) for layer, default in zip(of_scorer, bits[0], strict=True))
+
+
 def test_a_benchmark_s_cache_is_the_one_that_read_prompt_fills() -> None:
     model = tiny_model("llama")
     ids = torch.randint(3, 90, (60,), generator=torch.Generator().manual_seed(5))

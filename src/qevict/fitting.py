@@ -35,12 +35,14 @@ def known_keys(
 
 
 def query_energy(
-    prompt: Tensor | None, rope: Rope, keys: Float[Tensor, "lanes heads tokens dim"]
+    prompt: Float[Tensor, "lanes heads group queries dim"] | None,
+    rope: Rope,
+    keys: Float[Tensor, "lanes heads tokens dim"],
 ) -> Float[Tensor, "lanes heads dim"]:
     """Mean squared query of each channel, the same for the two of a rotary pair; ones where no queries are held.
 
     Args:
-        prompt: `[lanes, heads, group, tokens, dim]` queries.
+        prompt: queries of the prompt.
     """
     if prompt is None:
         return torch.ones_like(keys[:, :, 0])
