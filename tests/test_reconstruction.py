@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qevict import Budget, QEvictCache, QEvictConfig, answer, read_prompt, reconstruction
+from qevict.architectures import describe, managed_layers
 from qevict.bench.cells import Cell, build, capture
 from qevict.cache import TierCounts
 from qevict.compat import cache_argument
@@ -19,7 +20,7 @@ from qevict.demo import NEEDLE, document
 from qevict.methods import get_method
 from qevict.reconstruction import CUE, most_attention, reconstruction_scores
 from qevict.trace import PrefillTrace
-from tiny import tiny_model
+from tiny import MANAGED_FAMILIES, tiny_model
 
 TWICE = QEvictConfig(0.4, window_size=4, sink_tokens=2, recent_tokens=4, prompt_scorer="reconstruction")
 
@@ -55,7 +56,7 @@ def test_most_attention(
 
 def by_the_model(model: PreTrainedModel, ids: Tensor, chunk: int) -> list[Tensor]:
     """The same from the model's own probabilities of `ids` and behind them a chunk again, chunk by chunk."""
-    tokens, kv_heads = len(ids), model.config.num_key_value_heads
+    tokens, kv_heads = len(ids), describe(model).kv_heads
     scores = [torch.zeros(kv_heads, tokens) for _ in range(model.config.num_hidden_layers)]
     for start in range(0, tokens, chunk):
         again = ids[max(0, start - CUE) : start + chunk]
@@ -72,18 +73,26 @@ def reread(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     return [prefill.scores[0] for prefill in trace.prefills if prefill.scores is not None]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("chunk", [9, 40, 2048])
+@pytest.mark.parametrize(
+    ("family", "implementation", "chunk"),
+    [
+        *((family, "sdpa", 16) for family in MANAGED_FAMILIES),
+        *(("llama", implementation, chunk) for implementation in ("sdpa", "eager") for chunk in (9, 40, 2048)),
+    ],
+)
 def test_scores_are_the_model_s_own_probabilities(
-    implementation: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+    family: str, implementation: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of managed layers, in which everything is seen."""
     monkeypatch.setattr(reconstruction, "CHUNK", chunk)
     monkeypatch.setattr(reconstruction, "LEAST_CHUNK", 1)
-    ids = torch.randint(3, 90, (40,), generator=torch.Generator().manual_seed(1))
-    expected = by_the_model(tiny_model("llama", attn_implementation="eager"), ids, chunk)
-    scores = reread(tiny_model("llama", attn_implementation=implementation), ids)
-    assert len(scores) == len(expected)
-    for layer, of_layer in zip(scores, expected, strict=True):
+    ids = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(1))
+    model = tiny_model(family, attn_implementation=implementation)
+    expected = by_the_model(tiny_model(family, attn_implementation="eager"), ids, chunk)
+    managed, scores = managed_layers(describe(model), 2 * len(ids)), reread(model, ids)
+    compared = [pair for of_ours, *pair in zip(managed, scores, expected, strict=True) if of_ours]
+    assert compared
+    for layer, of_layer in compared:
         torch.testing.assert_close(layer, of_layer, rtol=1e-4, atol=1e-5)
 
 
