@@ -17,6 +17,7 @@ from qevict.bench.cells import Cell, build, capture
 from qevict.cache import TierCounts
 from qevict.compat import cache_argument
 from qevict.demo import NEEDLE, document
+from qevict.kernels import reference
 from qevict.methods import get_method
 from qevict.reconstruction import CUE, most_attention, reconstruction_scores
 from qevict.trace import PrefillTrace
@@ -42,7 +43,7 @@ def test_most_attention(
     query = torch.randn(heads, group, new, 8, generator=generator).to(dtype)
     keys = torch.randn(heads, old + new, 8, generator=generator).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reconstruction, "_BLOCK_ELEMENTS", elements)
+        patch.setattr(reference, "_CPU_BLOCK_ELEMENTS", elements)
         most = most_attention(query, keys, 0.7)
     for head in range(heads):
         expected = torch.zeros(old + new)

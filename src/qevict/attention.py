@@ -109,7 +109,7 @@ class LazyMask:
         return self._built[0]
 
 
-def causal_mask(module: nn.Module, query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor | None:
+def causal_mask(query: Tensor, keys: Tensor, call: AttentionCall) -> Tensor | None:
     """The mask `[1, 1, tokens, keys]` of rows without padding; None where everything is seen.
 
     The keys are those of the tokens up to the last query, be they all or a sliding layer's last ones.

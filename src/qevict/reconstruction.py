@@ -16,11 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from qevict.architectures import check_length, decoder, describe, text_config
 from qevict.attention import AttentionCall, KVHandle, LazyMask, attach, causal_mask
 from qevict.compat import cache_argument
+from qevict.handle_layer import HandleLayer
+from qevict.kernels.reference import causal_weights
 
 CHUNK = 2048
 """Tokens that are read again in one forward, right behind the prompt, so that positions grow by no more than that."""
@@ -28,8 +30,6 @@ CUE = 8
 """Tokens before a chunk that are read again with it, so that its first ones are recognised."""
 LEAST_CHUNK = 64
 """Fewer tokens at a time than this are not worth a forward."""
-_BLOCK_ELEMENTS = 1 << 20
-"""Attention probabilities held at once: as many as stay in a processor's cache."""
 
 
 @torch.no_grad()
@@ -71,42 +71,21 @@ def _most_tokens(model: PreTrainedModel) -> int:
     return 1 << 62 if most is None else int(most)
 
 
-class _ReadingLayer(CacheLayerMixin):
+class _ReadingLayer(HandleLayer):
     """A layer that holds a prompt and takes nothing in: new tokens attend to it and to themselves.
 
     Attributes:
         scores: `[kv_heads, tokens]` the most attention so far.
     """
 
-    is_sliding = False
-    is_compileable = False
-
     def __init__(self, keys: Float[Tensor, "kv_heads tokens dim"], values: Tensor) -> None:
         super().__init__()
         self._keys, self._values = keys, values
         self.scores = torch.zeros(keys.shape[:2], device=keys.device)
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Handles that lead the attention function here."""
-        handle = KVHandle(self, key_states, value_states)
-        return handle, handle
-
     def get_seq_length(self, *args: Any) -> int:
         """Tokens of the prompt."""
         return self._keys.shape[1]
-
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Length and offset of a mask that is never built."""
-        return self.get_seq_length() + (query if isinstance(query, int) else query.shape[0]), 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
 
     def attend(
         self, module: nn.Module, query: Tensor, handle: KVHandle, mask: LazyMask | None, call: AttentionCall
@@ -116,24 +95,15 @@ class _ReadingLayer(CacheLayerMixin):
         values = torch.cat([self._values[None], handle.values], dim=2)
         most = most_attention(query[0].unflatten(0, (keys.shape[1], -1)), keys[0], call.scaling)
         self.scores = torch.maximum(self.scores, most[:, : self._keys.shape[1]])
-        return call.exact(query, keys, values, causal_mask(module, query, keys, call))[0]
+        return call.exact(query, keys, values, causal_mask(query, keys, call))[0]
 
 
 def most_attention(
     query: Float[Tensor, "heads group new dim"], keys: Float[Tensor, "heads tokens dim"], scaling: float
 ) -> Float[Tensor, "heads tokens"]:
     """The most attention that each token gets from any of the last `new` ones, in any query head; causal, blockwise."""
-    heads, group, new, _ = query.shape
-    tokens, seen = keys.shape[1], keys.float().mT
-    most = torch.zeros(heads, tokens, device=keys.device)
-    block = max(1, _BLOCK_ELEMENTS // (heads * group * tokens))
-    for start in range(0, new, block):
-        stop = min(start + block, new)
-        first, end = tokens - new + start, tokens - new + stop
-        some = query[:, :, start:stop].float().mul(scaling).flatten(1, 2)
-        logits = (some @ seen[..., :end]).unflatten(1, (group, stop - start))
-        future = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu_(diagonal=1)
-        logits[..., first:].masked_fill_(future, -torch.inf)
-        highest = logits.softmax(dim=-1).flatten(1, 2).amax(dim=1)
-        most[:, :end] = torch.maximum(most[:, :end], highest)
+    most = torch.zeros(keys.shape[:2], device=keys.device)
+    for weights in causal_weights(query[None], keys[None], scaling, query.shape[2]):
+        seen = most[:, : weights.shape[-1]]
+        torch.maximum(seen, weights[0].flatten(1, 2).amax(dim=1), out=seen)
     return most

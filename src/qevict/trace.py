@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from qevict.architectures import attention_modules, decoder, describe
 from qevict.attention import AttentionCall, KVHandle, LazyMask, attach
 from qevict.compat import cache_argument
 from qevict.forward import Forward
+from qevict.handle_layer import HandleLayer
 from qevict.hidden import AttentionInputs
 from qevict.managed_cache import ManagedCache
 from qevict.managed_layer import ManagedLayer, Prefill
@@ -181,38 +182,17 @@ def _scored(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], prefills: 
     return [p._replace(scores=layer) for p, layer in zip(prefills, scores, strict=True)]
 
 
-class _RecordingLayer(CacheLayerMixin):
+class _RecordingLayer(HandleLayer):
     """Attends exactly and keeps what it was given."""
-
-    is_sliding = False
-    is_compileable = False
 
     def __init__(self, queries: int | None) -> None:
         super().__init__()
         self._queries = queries
         self._prefill: Prefill | None = None
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Handles that lead the attention function here."""
-        handle = KVHandle(self, key_states, value_states)
-        return handle, handle
-
     def get_seq_length(self, *args: Any) -> int:
         """Always empty: a trace is of one forward."""
         return 0
-
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the mask."""
-        return (query if isinstance(query, int) else query.shape[0]), 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
 
     def attend(
         self, module: nn.Module, query: Tensor, handle: KVHandle, mask: LazyMask | None, call: AttentionCall

@@ -80,9 +80,8 @@ def capture(model: PreTrainedModel, ids: Sequence[int], methods: Iterable[Descri
     methods = list(methods)
     observed = [method.observed_queries for method in methods]
     queries = None if None in observed else max((count for count in observed if count is not None), default=0)
-    hidden, scores = (
-        any(getattr(method, name, False) for method in methods) for name in ("needs_hidden", "needs_scores")
-    )
+    hidden = any(getattr(method, "needs_hidden", False) for method in methods)
+    scores = any(getattr(method, "needs_scores", False) for method in methods)
     return PrefillTrace.capture(model, torch.tensor([list(ids)]), queries=queries, hidden=hidden, scores=scores)
 
 
@@ -126,5 +125,7 @@ def protected_share(cache: MeasuredCache) -> float | None:
     if not isinstance(layer, MethodLayer):
         return None
     allowance = layer.rows[0].allowance
-    held = None if allowance.bytes is None else layer.session.method.protected_bytes(allowance)
-    return None if held is None or not allowance.bytes else held / allowance.bytes
+    if allowance.bytes is None:
+        return None
+    held = layer.session.method.protected_bytes(allowance)
+    return None if held is None else held / allowance.bytes

@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from qevict.attention import AttentionCall, KVHandle, LazyMask, attach, causal_mask
 from qevict.compat import cache_argument
+from qevict.handle_layer import HandleLayer
 from qevict.managed_layer import ManagedLayer
 
 
@@ -83,40 +84,24 @@ def fork_forward(
     return logits
 
 
-class _ForkedLayer(CacheLayerMixin):
+class _ForkedLayer(HandleLayer):
     """One layer of all members."""
 
-    is_sliding = False
-    is_compileable = False
     supports_early_init = False
 
     def __init__(self, members: list[Cache], index: int) -> None:
         super().__init__()
         self._members, self._index = members, index
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Handles that lead the attention function here."""
         if key_states.shape[0] != len(self._members):
             raise ValueError(f"{len(self._members)} caches are decoded together; got {key_states.shape[0]} rows")
-        handle = KVHandle(self, key_states, value_states)
-        return handle, handle
+        return super().update(key_states, value_states)
 
     def get_seq_length(self, *args: Any) -> int:
         """Tokens that the longest row has seen."""
         return max(member.get_seq_length() for member in self._members)
-
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Length and offset of a mask that is never built."""
-        return self.get_seq_length() + (query if isinstance(query, int) else query.shape[0]), 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
 
     def attend(
         self,
@@ -138,7 +123,7 @@ class _ForkedLayer(CacheLayerMixin):
             else:
                 keys, values = member.update(keys, values, self._index)
                 own = _of_row(call, row)
-                outputs.append(own.exact(asking, keys, values, causal_mask(module, asking, keys, own))[0])
+                outputs.append(own.exact(asking, keys, values, causal_mask(asking, keys, own))[0])
         return torch.cat(outputs)
 
 

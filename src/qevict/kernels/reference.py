@@ -6,6 +6,7 @@ window, averaged over the query heads of the lane. All arithmetic is float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,17 +142,33 @@ def prompt_mass(
     first = 0 if count_last is None else max(0, tokens - count_last)
     if first < absent:
         raise ValueError(f"queries of the last {tokens - absent} tokens were kept, but those of {tokens - first} count")
-    heads, group, seen = query.shape[1], query.shape[2], keys.float().transpose(2, 3)
+    for weights in causal_weights(query, keys, scaling, tokens - first):
+        total[:, : weights.shape[-1]] += weights.flatten(1, 3).sum(dim=1)
+    return total / query[0, :, :, 0, 0].numel()
+
+
+def causal_weights(
+    query: Float[Tensor, "lanes heads group queries dim"],
+    keys: Float[Tensor, "lanes heads tokens dim"],
+    scaling: float,
+    last: int,
+) -> Iterator[Float[Tensor, "lanes heads group some seen"]]:
+    """Attention probabilities of the last tokens, some queries at a time over the tokens up to the last of them.
+
+    Args:
+        query: those of the last tokens, `last` at least.
+    """
+    absent, tokens = keys.shape[2] - query.shape[3], keys.shape[2]
+    group, seen = query.shape[2], keys.float().mT
     most = _CPU_BLOCK_ELEMENTS if query.device.type == "cpu" else _BLOCK_ELEMENTS
     block = max(1, most // (query[:, :, :, 0, 0].numel() * tokens))
-    for start in range(first, tokens, block):
+    for start in range(tokens - last, tokens, block):
         stop = min(start + block, tokens)
         some = query[:, :, :, start - absent : stop - absent].float().mul(scaling).flatten(2, 3)
         logits = (some @ seen[..., :stop]).unflatten(2, (group, stop - start))
         future = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device).triu_(diagonal=1)
         logits[..., start:].masked_fill_(future, -torch.inf)
-        total[:, :stop] += logits.softmax(dim=-1).flatten(1, 3).sum(dim=1)
-    return total / (heads * group)
+        yield logits.softmax(dim=-1)
 
 
 def window_sums(tokens: Float[Tensor, "*rows tokens"], window: int) -> Float[Tensor, "*rows windows"]:
