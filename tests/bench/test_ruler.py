@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from qevict.bench import DataNotFoundError, Sample, Task, find_tasks
-from qevict.bench.ruler import niah, qa, variables, wordlists, words
+from qevict.bench.ruler import qa, variables, wording, wordlists, words
 
 pytest.importorskip("wonderwords")
 
@@ -186,14 +186,42 @@ def test_samples_depend_on_the_seed_alone(tokenizer: Any, made_data: Path, name:
 def test_templates_are_the_benchmarks() -> None:
     """First digits of SHA-256 of template and answer prefix in RULER's scripts/data/synthetic/constants.py."""
     ours = {
-        "d285336585494ddc": (niah.CONTEXT + niah.QUESTION + niah.ANSWER_PREFIX).replace("{kind}", "{type_needle_v}"),
+        "d285336585494ddc": _whole(wording.NEEDLES).replace("{kind}", "{type_needle_v}"),
         "2cb3a86e01be9650": variables.CONTEXT + variables.QUESTION + variables.ANSWER_PREFIX,
         "c2426f94a28fc3a2": words.COMMON_CONTEXT + words.COMMON_QUESTION + words.COMMON_ANSWER_PREFIX,
-        "0bfad42dcc7b1cff": words.FREQUENT_CONTEXT + words.FREQUENT_QUESTION + words.FREQUENT_ANSWER_PREFIX,
+        "0bfad42dcc7b1cff": _whole(wording.FREQUENT_WORDS),
         "15017066bdc1a167": qa.CONTEXT + qa.QUESTION + qa.ANSWER_PREFIX,
     }
     for digest, template in ours.items():
         assert hashlib.sha256(template.encode()).hexdigest().startswith(digest)
+
+
+def _whole(templates: wording.Wording) -> str:
+    return templates.context + templates.question + templates.answer_prefix
+
+
+REWORDED = ["niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue", "fwe"]
+
+
+@pytest.mark.parametrize("name", REWORDED)
+def test_reworded_tasks_ask_for_the_same_in_other_words(tokenizer: Any, made_data: Path, name: str) -> None:
+    (found,) = find_tasks(f"reworded/{name}", made_data)
+    for sample in found.samples(tokenizer, 2, length=1024, seed=3):
+        assert 0.98 * 1024 <= tokens(tokenizer, sample) <= 1024
+        if name == "fwe":
+            (own,) = re.findall(r"several times:\n\n(.*)\n\nThat was all\.\n$", sample.context)
+            counts = Counter(word for word in own.split() if word != "...")
+            assert [word for word, _ in counts.most_common(3)] == list(sample.answers)
+        else:
+            hidden = re.findall(r"Note that the locker (?:numbers|uuids) of (\S+) include (\S+)\.", sample.context)
+            (query,) = re.findall(r" give for (.+)\?$", sample.question)
+            asked = re.split(r", and |, ", query)
+            found_values = [value for wanted in asked for key, value in hidden if key == wanted]
+            assert sorted(found_values) == sorted(sample.answers)
+            assert sample.answer_prefix.endswith(" are" if len(sample.answers) > 1 else " is")
+        (same,) = find_tasks(f"ruler/{name}", made_data)
+        theirs = next(iter(same.samples(tokenizer, 1, length=1024, seed=3)))
+        assert not set(sample.question.split(". ")) & set(theirs.question.split(". "))
 
 
 def test_variable_tracking_comes_with_a_solved_example(generated: Generated, tokenizer: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from qevict.bench.data import data_folder
 from qevict.bench.gsm8k import gsm8k_tasks
 from qevict.bench.longbench import longbench_tasks
-from qevict.bench.ruler import ruler_tasks
+from qevict.bench.ruler import reworded_tasks, ruler_tasks
 from qevict.bench.sample import Task
 from qevict.bench.user_sets import user_tasks
 
@@ -18,7 +18,7 @@ def find_tasks(spec: str, data: Path | None = None) -> list[Task]:
     """The tasks of that name.
 
     Args:
-        spec: a benchmark (`ruler`, `longbench`), one of its tasks (`ruler/niah_single_1`), `gsm8k`, `gsm8k-zero-shot`,
+        spec: a benchmark (`ruler`, `reworded`, `longbench`), one of its tasks (`ruler/niah_single_1`), `gsm8k`, `gsm8k-zero-shot`,
             or `jsonl:PATH` for a file or folder with kvpress's columns.
         data: the folder of the benchmarks' data; without it the environment variable QEVICT_DATA names one. Tasks read
             it when they make samples, so a missing file shows then.
@@ -29,9 +29,9 @@ def find_tasks(spec: str, data: Path | None = None) -> list[Task]:
     if spec.startswith(_USER_SET):
         return list(user_tasks(Path(spec.removeprefix(_USER_SET))))
     folder = data_folder(data)
-    known: list[Task] = [*ruler_tasks(folder), *longbench_tasks(folder), *gsm8k_tasks(folder)]
+    known: list[Task] = [*ruler_tasks(folder), *reworded_tasks(folder), *longbench_tasks(folder), *gsm8k_tasks(folder)]
     found = [task for task in known if task.name == spec or task.name.startswith(f"{spec}/")]
     if not found:
         names = ", ".join(task.name for task in known)
-        raise ValueError(f"There is no task {spec!r}: name ruler, longbench, {names}, or {_USER_SET}PATH.")
+        raise ValueError(f"There is no task {spec!r}: name ruler, reworded, longbench, {names}, or {_USER_SET}PATH.")
     return found

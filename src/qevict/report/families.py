@@ -27,7 +27,11 @@ _LONGBENCH = {
     "Few-shot": {"trec": "TREC", "triviaqa": "Tri.QA", "samsum": "SAMSum"},
     "Synthetic": {"passage_count": "P.Count", "passage_retrieval_en": "P.Retr."},
 }
-_SUITES = {"ruler": ("RULER", _RULER), "longbench": ("LongBench", _LONGBENCH)}
+_SUITES = {
+    "ruler": ("RULER", _RULER),
+    "reworded": ("RULER in other words", _RULER),
+    "longbench": ("LongBench", _LONGBENCH),
+}
 _TITLES = {"gsm8k": "GSM8K, 8-shot", "gsm8k-zero-shot": "GSM8K, zero-shot", "jsonl": "User's set"}
 
 

@@ -1,7 +1,8 @@
 """Which tasks an average covers: those that the uncompressed model can do at all.
 
 A task at whose floor full KV already sits says nothing of compression. The tasks are chosen on development seeds and
-frozen in `floor.json`, for each model by name, so that no reported run chooses its own. A benchmark none of whose tasks
+frozen in `floor.json`, for each model by name, so that no reported run chooses its own; reworded tasks are those of
+their originals. A benchmark none of whose tasks
 is listed is not decided yet: then the run itself decides, and the report says so.
 """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -21,18 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from qevict.bench import metrics
 from qevict.bench.ruler.fit import room, too_short
 from qevict.bench.ruler.haystacks import essay_words, filler_lines, hide_between_lines, hide_in_essay
+from qevict.bench.ruler.wording import NEEDLES, NEEDLES_REWORDED, Wording
 from qevict.bench.ruler.wordlists import hyphenated_pair
 from qevict.bench.sample import Sample, generator
 
 Kind = Literal["words", "numbers", "uuids"]
-
-CONTEXT = (
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n{context}\n"
-)
-QUESTION = "What are all the special magic {kind} for {query} mentioned in the provided text?"
-ANSWER_PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
-NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 
 MAX_NEW_TOKENS = 128
 
@@ -47,9 +40,10 @@ class NeedleTask:
         key_count, value_count: needles hidden: so many keys, with so many values each.
         query_count: how many of the keys are asked for.
         data: the data folder, needed for essays.
+        wording: RULER's own, or another.
     """
 
-    name: str
+    task: str
     haystack: Literal["filler", "essay", "needles"]
     keys: Kind = "words"
     values: Kind = "numbers"
@@ -57,6 +51,12 @@ class NeedleTask:
     value_count: int = 1
     query_count: int = 1
     data: Path | None = None
+    wording: Wording = NEEDLES
+
+    @property
+    def name(self) -> str:
+        """Suite and task, such as `ruler/niah_single_1`."""
+        return f"{self.wording.suite}/{self.task}"
 
     def samples(
         self, tokenizer: PreTrainedTokenizerBase, count: int, *, length: int | None, seed: int
@@ -87,19 +87,18 @@ class NeedleTask:
             for key in [fresh(self.keys) for _ in range(self.key_count)]
         }
         asked = rng.sample(list(needles), self.query_count)
-        statements = [_needle(self.values, key, value) for key, values in needles.items() for value in values]
+        statements = [self._needle(key, value) for key, values in needles.items() for value in values]
         rng.shuffle(statements)
         context = self._hide(statements, essay, size, topping, fresh)
 
         answers = tuple(value for key in asked for value in needles[key])
-        positions = [context.index(_needle(self.values, key, value)) for key in asked for value in needles[key]]
+        positions = [context.index(self._needle(key, value)) for key in asked for value in needles[key]]
         depths = [position / len(context) for position in positions]
         query = f"{', '.join(asked[:-1])}, and {asked[-1]}" if len(asked) > 1 else asked[0]
+        wording = self.wording.for_number(len(answers))
         before, question, prefix = (
-            _for_number(template, len(answers)).format(
-                kind=self.values if len(answers) > 1 else self.values[:-1], context=context, query=query
-            )
-            for template in (CONTEXT, QUESTION, ANSWER_PREFIX)
+            template.format(kind=self.values if len(answers) > 1 else self.values[:-1], context=context, query=query)
+            for template in (wording.context, wording.question, wording.answer_prefix)
         )
         return Sample(
             self.name, identity, identity, before, question, prefix, answers, MAX_NEW_TOKENS, {"depths": depths}
@@ -110,8 +109,11 @@ class NeedleTask:
             return hide_in_essay(essay, size, statements, fresh.rng)
         if self.haystack == "filler":
             return hide_between_lines(filler_lines(size), statements, fresh.rng)
-        lines = [_needle(self.values, fresh(self.keys), fresh(self.values)) for _ in range(size)]
+        lines = [self._needle(fresh(self.keys), fresh(self.values)) for _ in range(size)]
         return "\n".join([hide_between_lines(lines, statements, fresh.rng), *filler_lines(topping)])
+
+    def _needle(self, key: str, value: str) -> str:
+        return self.wording.needle.format(kind=self.values, key=key, value=value)
 
 
 class _Fresh:
@@ -135,26 +137,20 @@ class _Fresh:
         return str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
 
 
-def _needle(kind: Kind, key: str, value: str) -> str:
-    return NEEDLE.format(kind=kind, key=key, value=value)
-
-
-def _for_number(template: str, answers: int) -> str:
-    """The template in the singular if there is one answer."""
-    if answers > 1:
-        return template
-    return template.replace("Some", "A").replace("are all", "is").replace("are", "is")
-
-
 def needle_tasks(data: Path | None) -> list[NeedleTask]:
     """The eight of the benchmark."""
     return [
-        NeedleTask("ruler/niah_single_1", "filler"),
-        NeedleTask("ruler/niah_single_2", "essay", data=data),
-        NeedleTask("ruler/niah_single_3", "essay", values="uuids", data=data),
-        NeedleTask("ruler/niah_multikey_1", "essay", key_count=4, data=data),
-        NeedleTask("ruler/niah_multikey_2", "needles"),
-        NeedleTask("ruler/niah_multikey_3", "needles", keys="uuids", values="uuids"),
-        NeedleTask("ruler/niah_multivalue", "essay", value_count=4, data=data),
-        NeedleTask("ruler/niah_multiquery", "essay", key_count=4, query_count=4, data=data),
+        NeedleTask("niah_single_1", "filler"),
+        NeedleTask("niah_single_2", "essay", data=data),
+        NeedleTask("niah_single_3", "essay", values="uuids", data=data),
+        NeedleTask("niah_multikey_1", "essay", key_count=4, data=data),
+        NeedleTask("niah_multikey_2", "needles"),
+        NeedleTask("niah_multikey_3", "needles", keys="uuids", values="uuids"),
+        NeedleTask("niah_multivalue", "essay", value_count=4, data=data),
+        NeedleTask("niah_multiquery", "essay", key_count=4, query_count=4, data=data),
     ]
+
+
+def reworded_needle_tasks(data: Path | None) -> list[NeedleTask]:
+    """The same tasks in other words."""
+    return [replace(task, wording=NEEDLES_REWORDED) for task in needle_tasks(data)]

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qevict.bench import metrics
 from qevict.bench.ruler.fit import room, too_short
+from qevict.bench.ruler.wording import FREQUENT_WORDS, Wording
 from qevict.bench.ruler.wordlists import all_words, hyphenated_pair
 from qevict.bench.sample import Sample, generator
 
@@ -33,15 +34,6 @@ COMMON_ANSWER_PREFIX = " Answer: The top 10 words that appear most often in the 
 COMMON_MAX_NEW_TOKENS = 120
 COMMON_WORDS = 10
 
-FREQUENT_CONTEXT = (
-    "Read the following coded text and track the frequency of each coded word. "
-    "Find the three most frequently appeared coded words. {context}\n"
-)
-FREQUENT_QUESTION = (
-    "Question: Do not provide any explanation. Please ignore the dots '....'. "
-    "What are the three most frequently appeared words in the above coded text?"
-)
-FREQUENT_ANSWER_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 FREQUENT_MAX_NEW_TOKENS = 50
 
 _ZETA_2 = math.pi**2 / 6  # the normaliser of the benchmark's Zipf distribution, whose exponent is 2
@@ -98,7 +90,12 @@ class CommonWordsTask:
 class FrequentWordsTask:
     """Which three coded words are the most frequent? The most frequent of all are dots, which do not count."""
 
-    name: str = "ruler/fwe"
+    wording: Wording = FREQUENT_WORDS
+
+    @property
+    def name(self) -> str:
+        """Suite and task."""
+        return f"{self.wording.suite}/fwe"
 
     def samples(
         self, tokenizer: PreTrainedTokenizerBase, count: int, *, length: int | None, seed: int
@@ -132,9 +129,9 @@ class FrequentWordsTask:
             task=self.name,
             id=identity,
             document=identity,
-            context=FREQUENT_CONTEXT.format(context=" ".join(text)),
-            question=FREQUENT_QUESTION,
-            answer_prefix=FREQUENT_ANSWER_PREFIX,
+            context=self.wording.context.format(context=" ".join(text)),
+            question=self.wording.question,
+            answer_prefix=self.wording.answer_prefix,
             answers=tuple(ranked[1:4]),
             max_new_tokens=FREQUENT_MAX_NEW_TOKENS,
         )
