@@ -70,8 +70,8 @@ def run_tasks(
     tasks: Annotated[
         str,
         typer.Argument(
-            help="ruler, longbench, gsm8k, gsm8k-zero-shot, jsonl:PATH, or single tasks such as ruler/vt; several with "
-            "commas between them."
+            help="ruler, reworded, longbench, gsm8k, gsm8k-zero-shot, jsonl:PATH, or single tasks such as ruler/vt; "
+            "several with commas between them."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the results; a run that was stopped goes on.")],

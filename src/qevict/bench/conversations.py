@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qevict.bench import metrics
 from qevict.bench.data import data_folder, find_file, read_rows
-from qevict.bench.ruler import niah, qa
+from qevict.bench.ruler import qa, wording
 from qevict.bench.ruler.fit import largest, too_short
 from qevict.bench.ruler.haystacks import essay_words, split_sentences
 from qevict.bench.ruler.wordlists import hyphenated_pair
@@ -182,14 +182,15 @@ def _facts(identity: str, count: int, seed: int, words: Sequence[str], start: in
             keys.append(key)
     values = rng.sample(range(1_000_000, 10_000_000), count)
     needles = [
-        niah.NEEDLE.format(kind="numbers", key=key, value=value) for key, value in zip(keys, values, strict=True)
+        wording.NEEDLES.needle.format(kind="numbers", key=key, value=value)
+        for key, value in zip(keys, values, strict=True)
     ]
     sentences = split_sentences(" ".join(words[(start + index) % len(words)] for index in range(size)))
     # Away from the borders of its stretch, so that no two of them lie together.
     places = [int(len(sentences) * (index + rng.uniform(0.2, 0.8)) / count) for index in range(count)]
     for place, needle in reversed(list(zip(places, needles, strict=True))):
         sentences.insert(place, needle)
-    context = niah.CONTEXT.format(kind="numbers", context=" ".join(sentences))
+    context = wording.NEEDLES.context.format(kind="numbers", context=" ".join(sentences))
     questions = tuple(
         Question(
             _FACT_QUESTION.format(key=key),

@@ -18,8 +18,9 @@ def find_tasks(spec: str, data: Path | None = None) -> list[Task]:
     """The tasks of that name.
 
     Args:
-        spec: a benchmark (`ruler`, `reworded`, `longbench`), one of its tasks (`ruler/niah_single_1`), `gsm8k`, `gsm8k-zero-shot`,
-            or `jsonl:PATH` for a file or folder with kvpress's columns.
+        spec: a benchmark (`ruler`, `longbench`; `reworded` for RULER in other words), one of its tasks
+            (`ruler/niah_single_1`), `gsm8k`, `gsm8k-zero-shot`, or `jsonl:PATH` for a file or folder with kvpress's
+            columns.
         data: the folder of the benchmarks' data; without it the environment variable QEVICT_DATA names one. Tasks read
             it when they make samples, so a missing file shows then.
 

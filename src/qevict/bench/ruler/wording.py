@@ -32,8 +32,8 @@ class Wording:
         """The wording in the singular if there is one answer (RULER's own replacements); needles stay as they are."""
         if answers > 1:
             return self
-        spoken = (_singular(text) for text in (self.context, self.question, self.answer_prefix))
-        return Wording(self.suite, *spoken, self.needle)
+        context, question, answer_prefix = map(_singular, (self.context, self.question, self.answer_prefix))
+        return Wording(self.suite, context, question, answer_prefix, self.needle)
 
 
 def _singular(text: str) -> str:
