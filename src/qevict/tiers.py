@@ -12,7 +12,7 @@ Settling it adds them to the scores and, when a routing event is due, routes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -23,62 +23,13 @@ from qevict.budget import SCORE_BYTES, SLOT_BYTES, MemoryReport, TierPlan
 from qevict.codecs import Codec, FittedCodec, PromptCodec, WindowShape
 from qevict.config import QEvictConfig
 from qevict.fitting import known_keys, query_energy
-from qevict.kernels.reference import History, TierView, prompt_mass, window_sums
+from qevict.kernels.reference import History, TierView
 from qevict.migration import Aged, Moves, candidates, carry_out
+from qevict.pending import Pending
 from qevict.planning import assign
 from qevict.rope import Rope
 from qevict.routing import EVICTED, FULL, QUANTIZED
 from qevict.stopwatch import part
-
-
-@dataclass
-class Pending:
-    """The last forward, not settled yet.
-
-    Attributes:
-        count: its tokens.
-        mass: `[lanes, steps, columns]`, one row for each of its queries or a single one with their sum; columns are
-            full slots, code slots and local windows in use. None for a first forward.
-        prompt: `[lanes, heads, group, tokens, dim]` queries of a first forward, whose masses are computed when it is
-            settled. None for later forwards.
-        scores: `[lanes, tokens]` what a `prompt_scorer` gave instead of these masses.
-        scaling: factor on the logits of `prompt`.
-        keys, values: its tokens where the protected storage has no room for them, else None.
-    """
-
-    count: int
-    mass: Tensor | None = None
-    prompt: Tensor | None = None
-    scores: Tensor | None = None
-    scaling: float = 1.0
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-    def first(self, count: int) -> Pending:
-        """The forward without its tokens from `count` on."""
-        prompt = self.prompt
-        return Pending(
-            count,
-            None if self.mass is None else self.mass[:, :count],
-            None if prompt is None else prompt[:, :, :, : prompt.shape[3] - (self.count - count)],
-            None if self.scores is None else self.scores[:, :count],
-            self.scaling,
-            None if self.keys is None else self.keys[:, :, :count],
-            None if self.values is None else self.values[:, :, :count],
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that wait with it, beside the storages."""
-        held = (self.mass, self.prompt, self.scores, self.keys, self.values)
-        return sum(t.nbytes for t in held if t is not None)
-
-    def take(self, lanes: Int[Tensor, " chosen"]) -> Pending:
-        """The forward of the given lanes."""
-        mass, prompt, scores, keys, values = (
-            None if t is None else t[lanes] for t in (self.mass, self.prompt, self.scores, self.keys, self.values)
-        )
-        return Pending(self.count, mass, prompt, scores, self.scaling, keys, values)
 
 
 class TierStore:
@@ -225,7 +176,7 @@ class TierStore:
         due = pending.prompt is not None or self.since_event >= self.config.interval or crowded
         # Windows that only cropped tokens had begun are no windows.
         columns = self.arena.full_used + self.arena.code_used + self._windows(local)
-        mass = self._mass(pending, due)[:, :columns]
+        mass = pending.masses(self.config, self.plan, due)[:, :columns]
         keys, values = self.keys[:, :, :used], self.values[:, :, :used]
         if pending.keys is not None and pending.values is not None:
             keys, values = _joined(keys, pending.keys), _joined(values, pending.values)
@@ -353,20 +304,6 @@ class TierStore:
     def _window_zero(self) -> Int[Tensor, " lanes"]:
         """Position of the first token of window 0 in each lane."""
         return self.first_position + self.plan.sink_tokens
-
-    def _mass(self, pending: Pending, due: bool) -> Float[Tensor, "lanes columns"]:
-        """Masses that the pending forward adds to the scores."""
-        if pending.mass is not None:
-            if self.config.score_steps == "every":
-                return pending.mass.sum(dim=1)
-            return pending.mass[:, -1] if due else torch.zeros_like(pending.mass[:, 0])
-        tokens = pending.scores
-        if tokens is None:
-            assert pending.prompt is not None
-            assert pending.keys is not None
-            queries = self.config.prompt_queries
-            tokens = prompt_mass(pending.prompt, pending.keys, pending.scaling, None if queries == "all" else queries)
-        return window_sums(tokens[:, self.plan.sink_tokens :], self.plan.window)
 
     def _add_mass(self, mass: Float[Tensor, "lanes columns"]) -> Float[Tensor, "lanes local"]:
         """Add masses to those since the last event; those of all local windows, also unstored ones, are returned."""
