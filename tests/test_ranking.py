@@ -78,10 +78,17 @@ def test_names() -> None:
     assert get_ranking("decayed") == DecayedAttention(0.99)
     assert get_ranking("p-norm") == AttentionPNorm(3.0)
     assert get_ranking("key-norm") == KeyNorm()
+    assert get_ranking("decayed:0.5") == DecayedAttention(0.5)
+    assert get_ranking("p-norm:2") == AttentionPNorm(2.0)
     own = DecayedAttention(0.5)
     assert get_ranking(own) is own
     with pytest.raises(ValueError, match=r"ranking is 'h2o'; known are cumulative, decayed, p-norm, key-norm"):
         get_ranking("h2o")
+    for wrong in ("decayed:", "decayed:half", "cumulative:0.5", "key-norm:1"):
+        with pytest.raises(ValueError, match=r"decayed:0\.5"):
+            get_ranking(wrong)
+    with pytest.raises(ValueError, match="decay is 2"):
+        get_ranking("decayed:2")
 
 
 def test_a_function_ranks(masses: Tensor) -> None:

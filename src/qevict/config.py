@@ -107,7 +107,8 @@ class QEvictConfig:
             `PromptCodec`. Where a name says several pairs of bits, the first with which nearly all windows have a place
             is taken, the last where none is enough; `plan_tiers` decides once the length is known.
         bits: bits of a code; only for a codec given by a name that does not say them. None: the codec's usual ones.
-        ranking: name of a ranking, a `Ranking`, or a function `(state, mass) -> state`.
+        ranking: name of a ranking, with a number if it is to have another (`decayed:0.5`); a `Ranking`; or a function
+            `(state, mass) -> state`.
         granularity: "layer" ranks a window once a layer (the paper), "kv_head" once for each KV head.
         prompt_queries: which prompt queries initialise the scores: "all" (the paper) or the last n.
         prompt_scorer: replaces the prompt's attention mass: by "reconstruction", for questions that are not known yet

@@ -113,26 +113,42 @@ class FunctionRanking(_AttentionRanking):
         return new.to(state.dtype, copy=True)
 
 
-RANKINGS: dict[str, Callable[[], Ranking]] = {
+RANKINGS: dict[str, Callable[..., Ranking]] = {
     "cumulative": CumulativeAttention,
     "decayed": DecayedAttention,
     "p-norm": AttentionPNorm,
     "key-norm": KeyNorm,
 }
+_WITH_NUMBER = ("decayed", "p-norm")
 
 
 def get_ranking(spec: str | Ranking | Callable[[Tensor, Tensor], Tensor]) -> Ranking:
     """A ranking from its name, from a `Ranking`, or from a function `(state, mass) -> state`.
 
+    A name may say the ranking's number: `decayed:0.5`, `p-norm:2`.
+
     Raises:
-        ValueError: if the name is unknown or the object is none of these.
+        ValueError: if the name or its number is unknown, or the object is none of these.
     """
     if isinstance(spec, str):
-        if spec not in RANKINGS:
-            raise ValueError(f"ranking is {spec!r}; known are {', '.join(RANKINGS)}, or give a function")
-        return RANKINGS[spec]()
+        return _named(spec)
     if isinstance(spec, Ranking) and not isinstance(spec, type):
         return spec
     if callable(spec) and not isinstance(spec, type):
         return FunctionRanking(spec)
     raise ValueError(f"ranking is {spec!r}; give a name ({', '.join(RANKINGS)}), a Ranking or a function")
+
+
+def _named(spec: str) -> Ranking:
+    name, colon, number = spec.partition(":")
+    if name not in RANKINGS:
+        raise ValueError(f"ranking is {spec!r}; known are {', '.join(RANKINGS)}, or give a function")
+    if not colon:
+        return RANKINGS[name]()
+    try:
+        given = float(number)
+    except ValueError:
+        given = None
+    if given is None or name not in _WITH_NUMBER:
+        raise ValueError(f"ranking is {spec!r}; a number goes with {' and '.join(_WITH_NUMBER)}, as in decayed:0.5")
+    return RANKINGS[name](given)
