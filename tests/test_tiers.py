@@ -78,7 +78,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
         "allocation": allocation,
         "codec": "minmax",
         "bits": draw(st.sampled_from([2, 3, 4])),
-        "ranking": draw(st.sampled_from(["cumulative", "cumulative", "decayed", "p-norm", "key-norm"])),
+        "ranking": draw(st.sampled_from(["cumulative", "decayed:0.5", "decayed", "p-norm", "key-norm"])),
         "granularity": draw(st.sampled_from(["layer", "kv_head"])),
         "prompt_queries": draw(st.sampled_from(["all", 1, 4, 100])),
         "score_steps": draw(st.sampled_from(["every", "event"])),

@@ -134,7 +134,7 @@ class QEvictConfig:
     allocation: Literal["coverage", "split"] = "coverage"
     codec: str | Codec | PromptCodec = "allotted"
     bits: int | None = None
-    ranking: str | Ranking | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = "cumulative"
+    ranking: str | Ranking | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = "decayed:0.5"
     granularity: Literal["layer", "kv_head"] = "layer"
     prompt_queries: int | Literal["all"] = 32
     prompt_scorer: Callable[..., torch.Tensor] | Literal["reconstruction"] | None = None
@@ -208,6 +208,7 @@ class QEvictConfig:
             "allocation": "split",
             "codec": "minmax",
             "bits": 2,
+            "ranking": "cumulative",
             "prompt_queries": "all",
             "dormant": "extra",
             "reserve_growth": False,

@@ -161,15 +161,17 @@ class NaiveLane:
         """Rescore every live window, let windows age, and give each aged one its tier."""
         self.since_event = 0
         self.events += 1
-        ranking = self.config.ranking
-        decay = ranking.decay if isinstance(ranking, DecayedAttention) else 0.99
+        ranking, _, number = str(self.config.ranking).partition(":")
+        decay = float(number or 0.99)
+        if isinstance(self.config.ranking, DecayedAttention):
+            ranking, decay = "decayed", self.config.ranking.decay
         for window in range(self.complete_or_not()):
             if self.tier.get(window) == EVICTED:
                 continue
             s, u = self.state.get(window, 0.0), self.mass.get(window, 0.0)
             if ranking == "cumulative":
                 self.state[window] = s + u
-            elif ranking == "decayed" or isinstance(ranking, DecayedAttention):
+            elif ranking == "decayed":
                 self.state[window] = decay * s + u
             elif ranking == "p-norm":
                 self.state[window] = s + u**3
