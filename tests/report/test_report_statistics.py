@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qevict.report.statistics import Mean, Values, bootstrap_mean, clustered_mean, macro_mean
+from qevict.report.statistics import Mean, Values, bootstrap_mean, clustered_mean, holm, macro_mean
 
 
 def test_each_sample_its_own_document_is_the_usual_standard_error() -> None:
@@ -39,6 +39,7 @@ def test_one_document_has_no_error_and_no_interval() -> None:
     assert interval.value == 0.5
     assert math.isnan(interval.low)
     assert math.isnan(interval.high)
+    assert math.isnan(interval.p)
     assert not interval.excludes_zero
 
 
@@ -51,6 +52,7 @@ def test_identical_methods_differ_by_nothing() -> None:
     interval = bootstrap_mean({"t": Values([0.0] * 6, list("aabbcc"))})
     assert interval[:3] == (0.0, 0.0, 0.0)
     assert not interval.excludes_zero
+    assert interval.p == 1.0
 
 
 def test_bootstrap_of_two_documents() -> None:
@@ -66,6 +68,27 @@ def test_bootstrap_of_two_tasks_draws_each_by_itself() -> None:
     drawn = bootstrap_mean({"s": task, "t": Values([-1.0, 0.0], ["a", "b"])}, resamples=4000)
     assert drawn.value == 0.0
     assert (drawn.low, drawn.high) == (-0.5, 0.5)
+
+
+def test_p_is_twice_the_smaller_side_of_every_resample() -> None:
+    values = [3.0, 1.0, -2.0, 4.0]
+    sums = [sum(chosen) for chosen in itertools.product(values, repeat=4)]
+    expected = 2 * np.mean([total <= 0 for total in sums])
+    assert bootstrap_mean({"t": Values(values, list("abcd"))}).p == pytest.approx(expected, abs=0.02)
+    mirrored = [-value for value in values]
+    assert bootstrap_mean({"t": Values(mirrored, list("abcd"))}).p == pytest.approx(expected, abs=0.02)
+
+
+def test_p_is_never_zero() -> None:
+    assert bootstrap_mean({"t": Values([1.0, 1.0], ["a", "b"])}, resamples=99).p == pytest.approx(2 / 100)
+
+
+@given(st.lists(st.floats(0, 1), max_size=8))
+def test_holm_against_closed_testing(p: list[float]) -> None:
+    """Holm is the closed test with Bonferroni's: a hypothesis falls when every set of hypotheses that has it falls."""
+    sets = [set(chosen) for size in range(1, len(p) + 1) for chosen in itertools.combinations(range(len(p)), size)]
+    slow = [max(min(1.0, len(s) * min(p[i] for i in s)) for s in sets if index in s) for index in range(len(p))]
+    assert holm(p) == pytest.approx(slow)
 
 
 def test_interval_against_every_resample() -> None:

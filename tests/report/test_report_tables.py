@@ -15,6 +15,7 @@ from qevict.report import floor
 from qevict.report.floor import select
 from qevict.report.load import Section, join
 from qevict.report.render import print_table, to_csv, to_html, to_markdown
+from qevict.report.statistics import holm
 from qevict.report.tables import Table, difference_table, result_tables
 from qevict.report.values import AGREEMENT, GOLD_NLL, SCORE, Metric
 from report.made import Folder, samples
@@ -131,6 +132,18 @@ def test_differences_are_paired_and_at_the_same_budget(run: Path) -> None:
     assert [entry.mark for entry in tova.entries[:1]] == ["clear"]
     kivi = table.blocks[0].rows[3]
     assert (kivi.entries[0].text, kivi.entries[0].spread, kivi.entries[0].mark) == ("+0.0", "[+0.0, +0.0]", "")
+
+
+def test_p_of_the_averages_is_corrected_for_all_rows_and_budgets(run: Path) -> None:
+    (section,) = join([run]).sections
+    table = difference(section)
+    assert table.average == 2
+    entries = [row.entries[2] for block in table.blocks for row in block.rows]
+    assert len(entries) == 8
+    corrected = holm([entry.p for entry in entries])
+    assert corrected != [entry.p for entry in entries]
+    assert [entry.note for entry in entries] == ["p < 0.001" if p < 0.001 else f"p = {p:.3f}" for p in corrected]
+    assert all(not row.entries[column].note for block in table.blocks for row in block.rows for column in (0, 1))
 
 
 def test_differences_only_where_both_have_the_sample(folder: Folder) -> None:

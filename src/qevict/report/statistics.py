@@ -27,12 +27,19 @@ class Mean(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A mean and its bootstrap interval (nan from a single document)."""
+    """A mean and its bootstrap interval (nan from a single document).
+
+    Attributes:
+        samples: how many it is of.
+        p: two-sided, that the mean is 0: twice the smaller share of resamples on one side of 0, the mean itself counted
+            among them, so that it is never 0.
+    """
 
     value: float
     low: float
     high: float
     samples: int
+    p: float
 
     @property
     def excludes_zero(self) -> bool:
@@ -94,12 +101,24 @@ def bootstrap_mean(tasks: Mapping[str, Values], seed: int = 0, resamples: int = 
     for task, values in tasks.items():
         sums, counts = values.sums()
         if len(sums) == 1:
-            return Interval(value, math.nan, math.nan, samples)
+            return Interval(value, math.nan, math.nan, samples, math.nan)
         weights = _draws(len(sums), task, seed, resamples)
         drawn += (weights @ sums) / (weights @ counts)
     tail = (1 - COVERAGE) / 2
     low, high = np.quantile(drawn / len(tasks), [tail, 1 - tail])
-    return Interval(value, float(low), float(high), samples)
+    one_sided = (1 + min((drawn <= 0).sum(), (drawn >= 0).sum())) / (1 + resamples)
+    return Interval(value, float(low), float(high), samples, min(1.0, 2 * float(one_sided)))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm, 1979): whoever calls those below 0.05 different errs anywhere in at
+    most 5 % of such families, however they depend on each other.
+    """
+    corrected, least = [0.0] * len(p), 0.0
+    for rank, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        least = max(least, min(1.0, (len(p) - rank) * p[index]))
+        corrected[index] = least
+    return corrected
 
 
 @lru_cache(maxsize=32)

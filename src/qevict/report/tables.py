@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from qevict.report.families import TaskName
 from qevict.report.floor import Selection
 from qevict.report.load import FULL, Point, Record, Section, is_qevict, percent
-from qevict.report.statistics import Mean, clustered_mean
+from qevict.report.statistics import Mean, clustered_mean, holm
 from qevict.report.values import Metric, average, coverage, difference, measured, memory
 
 Mark = Literal["", "best", "second", "clear"]
@@ -35,6 +35,7 @@ class Entry:
         note: what restricts it, such as "7 of 10".
         mark: best or second best of its group, or an interval that is clear of 0.
         error: standard error, or low and high, for CSV.
+        p: of a difference, not corrected; nan of anything else.
     """
 
     value: float | None
@@ -43,6 +44,7 @@ class Entry:
     note: str = ""
     mark: Mark = ""
     error: tuple[float, ...] = ()
+    p: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -138,17 +140,44 @@ def difference_table(section: Section, selection: Selection, metric: Metric, aga
             blocks.append(Block(f"minus {reference.label}", rows))
     if not blocks:
         return None
+    average_column = len(selection.averaged) if selection.averaged else None
+    if average_column is not None:
+        blocks = _corrected(blocks, average_column)
     better = "below 0 is better than" if metric.lower_is_better else "above 0 is better than"
     notes = [
         f"Method minus {against} ({metric.unit}; {better} {against}), paired by sample. In brackets the 95 % interval "
-        "of a bootstrap over documents (10,000 resamples). Bold: the interval is clear of 0; no correction for the "
-        "number of comparisons. An interval without width says that all documents agree, not that more of them would."
+        "of a bootstrap over documents (10,000 resamples). Bold: the interval is clear of 0, whatever the number of "
+        "comparisons. p of the averages is two-sided, of the same bootstrap, and corrected by Holm for all rows and "
+        "budgets here. An interval without width says that all documents agree, not that more of them would."
     ]
     title = f"{metric.title}: paired differences to {against} — {section.title}"
     name = re.sub(r"[^\w.+-]+", "-", against)
     slug = f"{section.slug}-{metric.key.replace('_', '-')}-minus-{name}"
-    average_column = len(selection.averaged) if selection.averaged else None
     return Table(metric, slug, title, columns, blocks, notes, average_column, against)
+
+
+def _corrected(blocks: list[Block], column: int) -> list[Block]:
+    """The blocks with the column's p-values in their notes, corrected for their number."""
+    known = [row.entries[column].p for block in blocks for row in block.rows if not math.isnan(row.entries[column].p)]
+    corrected = iter(holm(known))
+
+    def noted(entry: Entry) -> Entry:
+        if math.isnan(entry.p):
+            return entry
+        p = next(corrected)
+        said = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+        return replace(entry, note=", ".join(filter(None, (entry.note, said))))
+
+    return [
+        replace(
+            block,
+            rows=[
+                replace(row, entries=[noted(e) if i == column else e for i, e in enumerate(row.entries)])
+                for row in block.rows
+            ],
+        )
+        for block in blocks
+    ]
 
 
 def _opponents(section: Section, reference: Point) -> list[Point]:
@@ -232,7 +261,8 @@ def _difference_entry(
     expected = sum(len(section.cell(task.task, Point(FULL, None))) for task in tasks)
     note = f"{found.samples} of {expected}" if found.samples < expected else ""
     mark: Mark = "clear" if found.excludes_zero else ""
-    return Entry(found.value, metric.text(found.value, signed=True), spread, note, mark, (found.low, found.high))
+    text = metric.text(found.value, signed=True)
+    return Entry(found.value, text, spread, note, mark, (found.low, found.high), found.p)
 
 
 def _marked(block: Block, metric: Metric) -> Block:
