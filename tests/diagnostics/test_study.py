@@ -139,7 +139,10 @@ def test_ablations_vary_one_setting() -> None:
     assert {method.config.quantized_fraction for method in kinds["window"]} == {0.7}
     assert [method.config.quantized_fraction for method in kinds["fraction"]] == [0.1, 0.3, 0.5, 0.7, 0.9]
     assert [method.config.bits for method in kinds["bits"]] == [2, 4]
-    assert [method.config.ranking for method in kinds["ranking"]] == ["cumulative", "decayed", "p-norm", "key-norm"]
+    rankings = ["cumulative", "decayed", "decayed:0.5", "p-norm", "key-norm"]
+    assert [method.config.ranking for method in kinds["ranking"]] == rankings
+    assert Ablation("ranking", "qevict").compared_with == "qevict-ranking=decayed:0.5"
+    assert Ablation("ranking").compared_with == "qevict-ranking=cumulative"
     assert [method.label for method in kinds["promotion"]] == ["qevict-promotion=True", "qevict-promotion=False"]
     assert [one.config.score_steps for one in Ablation("score-steps", "qevict").variants()] == ["every", "event"]
     for wrong in ({"name": "colour"}, {"name": "bits", "measures": ("taste",)}):
