@@ -92,6 +92,7 @@ def test_scores_are_column_sums_of_the_attention_matrix(
 ) -> None:
     """Nothing is compressed, so the attention is the model's own; the last forward is still pending."""
     config = QEvictConfig(
+        ranking="cumulative",
         budget=Budget(tokens=200),
         window_size=WINDOW,
         sink_tokens=SINKS,
@@ -138,6 +139,7 @@ def test_a_compressed_model_attends_and_scores_as_the_slow_lane(
 
     monkeypatch.setattr(QEvictLayer, "attend", recorded)
     config = QEvictConfig(
+        ranking="cumulative",
         budget=Budget(tokens=30),
         window_size=WINDOW,
         sink_tokens=SINKS,
