@@ -1,16 +1,17 @@
-"""Two wordings of RULER put together: macro averages over the tasks of both, paired with full KV and with the default.
+"""Two wordings of RULER put together: macro averages over its tasks, paired with full KV and with the default.
 
     python benchmarks/confirmation.py runs/confirmation --rounds 3
 
 The folder is one of `qevict bench`, with tasks of `ruler` and `reworded` under one protocol and at one length. Averages
-cover the tasks that reports average. `--rounds` takes that many samples of each task, the first ones, so that a run
-that was stopped has equally many of each. Methods are compared at the same budget, those without one at the largest.
+cover the tasks that reports average. `--rounds` takes that many samples of each task and wording, the first ones, so
+that a run that was stopped has equally many of each. Methods are compared at the same budget, those without one at
+the largest.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,22 +31,24 @@ OWN = "qevict"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, help="samples of each task; all where it is left out")
+    parser.add_argument("--rounds", type=int, help="samples of each task and wording; all if left out")
     args = parser.parse_args()
-    sections = join([args.folder]).sections
+    sections = sorted(join([args.folder]).sections, key=lambda section: section.suite != "ruler")
     if len({(section.protocol, section.length) for section in sections}) != 1:
         parser.error(f"{args.folder} has several protocols or lengths; give a folder with one of each")
-    tasks = [task for section in sections for task in select(section).averaged]
-    records = [record for section in sections for record in first(section, args.rounds)]
-    show(replace(sections[0], records=records), tasks)
+    merged = replace(sections[0], records=[r for section in sections for r in first(section, args.rounds)])
+    show(merged, select(sections[0]).averaged)
 
 
-def first(section: Section, rounds: int | None) -> Iterable[Record]:
-    """The records of each task's first samples, as full KV met them."""
+def first(section: Section, rounds: int | None) -> Iterator[Record]:
+    """The records of each task's first samples, those of another wording as more samples of RULER's task."""
     for task in section.tasks:
         met = [record.sample for record in section.cell(task.task, Point(FULL, None))]
         chosen = set(met if rounds is None else sorted(met, key=lambda sample: int(sample.rpartition("-")[2]))[:rounds])
-        yield from (record for record in section.records if record.task == task.task and record.sample in chosen)
+        for record in section.records:
+            if record.task == task.task and record.sample in chosen:
+                names = {name: f"{section.suite}/{getattr(record, name)}" for name in ("sample", "document")}
+                yield replace(record, task=f"ruler/{task.task.partition('/')[2]}", **names)
 
 
 def show(section: Section, tasks: list[TaskName]) -> None:
