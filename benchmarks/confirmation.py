@@ -58,13 +58,13 @@ def show(section: Section, tasks: list[TaskName]) -> None:
     if base is None:
         raise SystemExit("full KV is missing for a task")
     points = [point for point in section.points if point != full]
-    own = {point.budget: point for point in points if point.method == OWN}
-    pairs = {point: own.get(point.budget, own[max(own)] if point.budget is None else None) for point in points}
     compared: dict[Point, Interval] = {}
-    for point, other in pairs.items():
-        found = None if other in (None, point) else difference(section, tasks, point, other, SCORE)
-        if found is not None:
-            compared[point] = found
+    for budget in section.budgets:
+        own = Point(OWN, budget)
+        for point in [*section.evictors(budget), *(section.quantisers if budget == section.budgets[0] else ())]:
+            found = difference(section, tasks, point, own, SCORE)
+            if found is not None and point != own:
+                compared[point] = found
     p = dict(zip(compared, holm([interval.p for interval in compared.values()]), strict=True))
 
     table = Table(

@@ -139,7 +139,6 @@ def test_a_compressed_model_attends_and_scores_as_the_slow_lane(
 
     monkeypatch.setattr(QEvictLayer, "attend", recorded)
     config = QEvictConfig(
-        ranking="cumulative",
         budget=Budget(tokens=30),
         window_size=WINDOW,
         sink_tokens=SINKS,

@@ -161,23 +161,20 @@ def _corrected(blocks: list[Block], column: int) -> list[Block]:
     known = [row.entries[column].p for block in blocks for row in block.rows if not math.isnan(row.entries[column].p)]
     corrected = iter(holm(known))
 
-    def noted(entry: Entry) -> Entry:
+    def noted(row: Row) -> Row:
+        entry = row.entries[column]
         if math.isnan(entry.p):
-            return entry
+            return row
         p = next(corrected)
         said = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
-        return replace(entry, note=", ".join(filter(None, (entry.note, said))))
+        return _with(row, column, replace(entry, note=", ".join(filter(None, (entry.note, said)))))
 
-    return [
-        replace(
-            block,
-            rows=[
-                replace(row, entries=[noted(e) if i == column else e for i, e in enumerate(row.entries)])
-                for row in block.rows
-            ],
-        )
-        for block in blocks
-    ]
+    return [replace(block, rows=[noted(row) for row in block.rows]) for block in blocks]
+
+
+def _with(row: Row, column: int, entry: Entry) -> Row:
+    """The row with another entry in a column."""
+    return replace(row, entries=[*row.entries[:column], entry, *row.entries[column + 1 :]])
 
 
 def _opponents(section: Section, reference: Point) -> list[Point]:
@@ -274,10 +271,7 @@ def _marked(block: Block, metric: Metric) -> Block:
         distinct = sorted({s for s in shown if s is not None}, reverse=not metric.lower_is_better)
         marks: dict[float | None, Mark] = dict(zip(distinct, ("best", "second"), strict=False))
         marked = [replace(e, mark=marks.get(s, "")) for e, s in zip(entries, shown, strict=True)]
-        rows = [
-            replace(row, entries=[*row.entries[:column], entry, *row.entries[column + 1 :]])
-            for row, entry in zip(rows, marked, strict=True)
-        ]
+        rows = [_with(row, column, entry) for row, entry in zip(rows, marked, strict=True)]
     return replace(block, rows=rows)
 
 

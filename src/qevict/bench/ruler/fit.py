@@ -40,6 +40,7 @@ def room(tokenizer: PreTrainedTokenizerBase, length: int | None, task: str) -> R
 
 
 def too_short(task: str, length: int) -> ValueError:
+    """The error of a task whose smallest sample takes more than `length` tokens."""
     return ValueError(
         f"{length} tokens cannot hold the smallest sample of {task} with this tokenizer and its chat template: "
         "choose a greater length."
